@@ -1,0 +1,24 @@
+// The XLA FFI custom call "jax_twoshot_all_reduce" on the host platform.
+#ifndef JAX_TWOSHOT_CPU_HANDLER_H_
+#define JAX_TWOSHOT_CPU_HANDLER_H_
+
+#include <atomic>
+#include <cstdint>
+
+#include "xla/ffi/api/ffi.h"
+
+namespace jax_twoshot {
+
+// One custom call of one executable, shared by its devices; made when the executable is loaded. It is what tells
+// two calls of one run apart: equal calls inlined from one function have equal attributes, but not one state.
+struct CallSite {
+  static xla::ffi::TypeId id;
+  int64_t number;
+};
+
+XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxTwoshotCpuInstantiate);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxTwoshotCpuExecute);
+
+}  // namespace jax_twoshot
+
+#endif  // JAX_TWOSHOT_CPU_HANDLER_H_

@@ -1,0 +1,56 @@
+// The C++ mirror of jax_twoshot/protocol.py, where the words and the rules are explained. Importing the extension
+// checks that the two agree (jax_twoshot/_ffi.py), and tests/test_protocol.py compares every offset.
+#ifndef JAX_TWOSHOT_PROTOCOL_H_
+#define JAX_TWOSHOT_PROTOCOL_H_
+
+#include <cstdint>
+
+namespace jax_twoshot {
+
+inline constexpr int kChunkBytes = 16;
+inline constexpr int kWordBytes = 4;
+inline constexpr int kMinRanks = 2;
+inline constexpr int kMaxRanks = 64;
+inline constexpr int kGenerations = 2;
+
+// How the protocol treats one element type (R1, R3).
+struct Format {
+  const char* name;
+  int itemsize;
+  uint32_t sentinel;
+  uint32_t negative_zero;
+  uint32_t nan;
+};
+
+inline constexpr Format kBFloat16{"bfloat16", 2, 0x80008000u, 0x8000u, 0x7FFFu};
+inline constexpr Format kFloat16{"float16", 2, 0x80008000u, 0x8000u, 0x7FFFu};
+inline constexpr Format kFloat32{"float32", 4, 0x80000000u, 0x80000000u, 0x7FFFFFFFu};
+
+inline constexpr int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Where everything is in a rank's buffers; offsets are in bytes.
+struct Layout {
+  int tp;
+  int64_t slot_chunks;
+  int generations = kGenerations;
+
+  constexpr int64_t capacity_chunks() const { return tp * slot_chunks; }
+  constexpr int64_t recv_bytes() const { return generations * capacity_chunks() * kChunkBytes; }
+  constexpr int64_t bytes() const { return 2 * recv_bytes(); }
+
+  // Of `chunk` (counted from the first one that the receiver owns) in `slot`.
+  constexpr int64_t recv_offset(int generation, int slot, int64_t chunk) const {
+    return ((static_cast<int64_t>(generation) * tp + slot) * slot_chunks + chunk) * kChunkBytes;
+  }
+  // Of the sum of `chunk` of the round, whoever owns it.
+  constexpr int64_t gather_offset(int generation, int64_t chunk) const {
+    return recv_bytes() + (generation * capacity_chunks() + chunk) * kChunkBytes;
+  }
+};
+
+// Chunks that each rank owns of a round of `chunks`; the last owners may have fewer, or none.
+inline constexpr int64_t OwnedChunks(int64_t chunks, int tp) { return CeilDiv(chunks, tp); }
+
+}  // namespace jax_twoshot
+
+#endif  // JAX_TWOSHOT_PROTOCOL_H_

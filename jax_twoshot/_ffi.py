@@ -1,0 +1,57 @@
+"""Loads the C++ extension, checks that it speaks the protocol of ``protocol.py``, registers its FFI handlers."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+
+from jax_twoshot import _settings, protocol
+
+try:
+    from jax_twoshot import _extension
+except ImportError as error:
+    raise ImportError(
+        f"jax_twoshot/_extension: the compiled part of jax_twoshot cannot be loaded ({error}). It is built when the "
+        "package is installed: `pip install .` in a checkout, or a wheel made for this Python"
+    ) from error
+
+TARGET = "jax_twoshot_all_reduce"
+"""The custom call's name, one handler a platform."""
+
+
+def protocol_constants() -> dict[str, Any]:
+    """The constants of ``ffi/protocol.h``, by the names of ``protocol.py``."""
+    return _extension.protocol_constants()
+
+
+def layout_offset(
+    tp: int, slot_chunks: int, generations: int, generation: int, slot: int, chunk: int
+) -> tuple[int, int]:
+    """``ffi/protocol.h``'s ``(recv_offset, gather_offset)``; the latter of message chunk
+    ``slot * slot_chunks + chunk``. Both in bytes."""
+    return _extension.layout_offsets(tp, slot_chunks, generations, generation, slot, chunk)
+
+
+def _check_mirror() -> None:
+    mirror = protocol_constants()
+    formats = mirror.pop("FORMATS")
+    here = {name: getattr(protocol, name) for name in mirror}
+    formats_here = {
+        name: {k: v for k, v in dataclasses.asdict(f).items() if k != "name"} for name, f in protocol.FORMATS.items()
+    }
+    if mirror != here or formats != formats_here:
+        raise ImportError(
+            "jax_twoshot/_extension was built from another version of the protocol than jax_twoshot/protocol.py "
+            f"({mirror}, {formats} against {here}, {formats_here}): reinstall the package"
+        )
+
+
+def _register() -> None:
+    jax.ffi.register_ffi_target(TARGET, _extension.cpu_handlers(), platform="cpu")
+
+
+_check_mirror()
+_register()
+_extension.set_timeout(_settings.timeout_seconds())

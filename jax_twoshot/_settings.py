@@ -1,0 +1,56 @@
+"""Every environment variable of the library: name, meaning, default, and the one place that reads it.
+
+==============================  =========================================================  ==========================
+variable                        meaning                                                    default
+==============================  =========================================================  ==========================
+JAX_TWOSHOT_TIMEOUT             seconds that a rank waits for its peers before the call    300
+                                fails (R9); 0 waits for ever
+JAX_TWOSHOT_MULTICAST           0: store to each peer, create no multicast object          1
+JAX_TWOSHOT_CUBIN_PATH          folder searched first for compiled kernels                 none
+JAX_TWOSHOT_CACHE_DIR           folder of kernels compiled on this machine                 the user's cache folder
+==============================  =========================================================  ==========================
+
+``TORCH_SYMM_MEM_DISABLE_MULTICAST=1``, PyTorch's own switch, turns multicast off here too.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import platformdirs
+
+
+def timeout_seconds() -> float:
+    """``JAX_TWOSHOT_TIMEOUT``: seconds, 0 for ever.
+
+    Raises:
+      ValueError: it is not a number of seconds.
+    """
+    text = os.environ.get("JAX_TWOSHOT_TIMEOUT", "300")
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds <= 1e9:
+        raise ValueError(f"JAX_TWOSHOT_TIMEOUT: a number of seconds, 0 to wait for ever; got {text!r}")
+    return seconds
+
+
+def multicast_allowed() -> bool:
+    """Whether a multicast object may be created at all: neither switch is off."""
+    return os.environ.get("JAX_TWOSHOT_MULTICAST", "1") != "0" and os.environ.get(
+        "TORCH_SYMM_MEM_DISABLE_MULTICAST", "0"
+    ) in ("", "0")
+
+
+def cubin_path() -> Path | None:
+    """``JAX_TWOSHOT_CUBIN_PATH``, or None."""
+    text = os.environ.get("JAX_TWOSHOT_CUBIN_PATH")
+    return Path(text) if text else None
+
+
+def cache_dir() -> Path:
+    """``JAX_TWOSHOT_CACHE_DIR``, or the user's cache folder for this library."""
+    text = os.environ.get("JAX_TWOSHOT_CACHE_DIR")
+    return Path(text) if text else Path(platformdirs.user_cache_dir("jax_twoshot"))

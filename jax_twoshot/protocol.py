@@ -1,0 +1,210 @@
+"""The two-shot Lamport all-reduce, as data: sentinel, chunks, layout, offsets, rounds, launch plan.
+
+Read this file first. It holds every number on which two ranks have to agree, uses the standard library only,
+and has one mirror, ``ffi/protocol.h``; importing the extension checks that the two say the same.
+
+The words (``docs/design.md`` section 2)::
+
+    rank        one of the TP members of a group
+    chunk       16 neighbouring bytes: 8 BF16 or FP16 values, 4 FP32 values
+    message     what one call sums: any array, read as one row of chunks (a sum is elementwise, so where
+                the array's own rows break cannot matter; the last chunk may be partial)
+    owner       the rank that sums a chunk: with `owned = ceil(chunks / TP)`, rank o owns chunks
+                [o * owned, (o + 1) * owned)
+    slot        the place in an owner's recv for what one rank pushed
+    generation  one of P copies of the buffers, used in turn
+    round       one turn of the protocol; a message larger than the buffers takes several
+
+The buffers of a rank lie in one allocation, `recv` before `gather`, every word armed with the sentinel::
+
+    recv    [P, TP, slot_chunks]   slot s: what rank s pushed of the chunks that this rank owns
+    gather  [P, TP * slot_chunks]  the finished sums, in the order of the message
+
+One round (R1-R9 are the rules of ``docs/design.md``)::
+
+    push     store each chunk into slot `rank` of its owner's recv                            R1
+    reduce   the owner polls the TP slots of a chunk, adds them in FP32 in rank order,
+             rounds once, writes the sum into every rank's gather, re-arms the slots          R1 R2 R3
+    collect  every rank polls its own gather, hands the value on, re-arms it                  R2 R4
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+CHUNK_BYTES = 16
+WORD_BYTES = 4
+"""A 16-byte store may tear into words of this size, never further (R1)."""
+
+MIN_RANKS = 2
+MAX_RANKS = 64
+"""Most ranks of one group: the wait reports which ranks are missing as bits of one 64-bit word."""
+
+GENERATIONS = 2
+"""Copies of the buffers when a call re-arms what it read (`tests/test_model.py` shows why not 1)."""
+GENERATIONS_DEFERRED = 3
+"""Copies of the buffers when the next call re-arms it."""
+
+CPU_CAPACITY_BYTES = 1 << 17
+"""Bytes of a message per round on CPU without a workspace: 8 ranks' buffers of this size stay in a cache."""
+
+
+def ceil_div(a: int, b: int) -> int:
+    """The least integer not below ``a / b``, for positive ``b``."""
+    return -(-a // b)
+
+
+@dataclass(frozen=True)
+class Format:
+    """How the protocol treats one element type.
+
+    Attributes:
+      name: the NumPy/ml_dtypes name of the type.
+      itemsize: bytes of one element.
+      sentinel: the 32-bit word that means "not yet written" (R1): -0.0 in every element of the word.
+      negative_zero: the bits of -0.0, which are rewritten to +0.0 before anything is published (R1).
+      nan: the bits of the one NaN that a sum may hold (R3): NVIDIA hardware's canonical NaN, so that CPU and
+        GPU publish the same bits whatever NaN went in.
+    """
+
+    name: str
+    itemsize: int
+    sentinel: int
+    negative_zero: int
+    nan: int
+
+    @property
+    def chunk(self) -> int:
+        """Elements of one chunk."""
+        return CHUNK_BYTES // self.itemsize
+
+    def chunks(self, elements: int) -> int:
+        """Chunks that hold ``elements`` elements, the last one perhaps partial."""
+        return ceil_div(elements, self.chunk)
+
+
+FORMATS = {
+    f.name: f
+    for f in (
+        Format("bfloat16", 2, 0x8000_8000, 0x8000, 0x7FFF),
+        Format("float16", 2, 0x8000_8000, 0x8000, 0x7FFF),
+        Format("float32", 4, 0x8000_0000, 0x8000_0000, 0x7FFF_FFFF),
+    )
+}
+
+
+class Round(NamedTuple):
+    """Chunks ``[start, start + chunks)`` of a message, summed in one turn of the protocol."""
+
+    start: int
+    chunks: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where everything is in a rank's buffers. All sizes and offsets are in bytes unless they say chunks.
+
+    Attributes:
+      tp: ranks in the group.
+      slot_chunks: capacity of one slot, in chunks.
+      generations: P.
+    """
+
+    tp: int
+    slot_chunks: int
+    generations: int = GENERATIONS
+
+    def __post_init__(self) -> None:
+        if not MIN_RANKS <= self.tp <= MAX_RANKS:
+            raise ValueError(f"tp: a group has {MIN_RANKS} to {MAX_RANKS} ranks, got {self.tp}")
+        if self.slot_chunks < 1:
+            raise ValueError(f"slot_chunks: a slot holds at least one chunk, got {self.slot_chunks}")
+        if self.generations < GENERATIONS:
+            raise ValueError(
+                f"generations: re-arming is safe with {GENERATIONS} (immediate) or {GENERATIONS_DEFERRED} "
+                f"(deferred), got {self.generations}"
+            )
+
+    @classmethod
+    def for_capacity(cls, tp: int, capacity_bytes: int, generations: int = GENERATIONS) -> Layout:
+        """The least layout that sums ``capacity_bytes`` of message in one round."""
+        return cls(tp, ceil_div(ceil_div(capacity_bytes, CHUNK_BYTES), tp), generations)
+
+    @property
+    def slot_bytes(self) -> int:
+        return self.slot_chunks * CHUNK_BYTES
+
+    @property
+    def capacity_chunks(self) -> int:
+        """Chunks of the largest message that one round can sum."""
+        return self.tp * self.slot_chunks
+
+    @property
+    def recv_bytes(self) -> int:
+        return self.generations * self.tp * self.slot_bytes
+
+    @property
+    def gather_bytes(self) -> int:
+        return self.generations * self.tp * self.slot_bytes
+
+    @property
+    def bytes(self) -> int:
+        """Size of a rank's allocation."""
+        return self.recv_bytes + self.gather_bytes
+
+    def recv_offset(self, generation: int, slot: int, chunk: int) -> int:
+        """Of ``chunk`` (counted from the first one that the receiver owns) in ``slot``."""
+        return ((generation * self.tp + slot) * self.slot_chunks + chunk) * CHUNK_BYTES
+
+    def gather_offset(self, generation: int, chunk: int) -> int:
+        """Of the sum of ``chunk`` of the round, whoever owns it."""
+        return self.recv_bytes + (generation * self.capacity_chunks + chunk) * CHUNK_BYTES
+
+    def rounds(self, chunks: int) -> Iterator[Round]:
+        """The rounds of a message of ``chunks`` chunks, in order; none for an empty message (R4)."""
+        for start in range(0, chunks, self.capacity_chunks):
+            yield Round(start, min(self.capacity_chunks, chunks - start))
+
+
+def owned_chunks(chunks: int, tp: int) -> int:
+    """Chunks that each rank owns of a round of ``chunks``; the last owners may have fewer, or none."""
+    return ceil_div(chunks, tp)
+
+
+def owner_of(chunk: int, chunks: int, tp: int) -> tuple[int, int]:
+    """``(owner, index)``: who sums ``chunk`` of a round of ``chunks``, and which of its own it is."""
+    return divmod(chunk, owned_chunks(chunks, tp))
+
+
+# ---- Launch plan (CUDA) ------------------------------------------------------------------------------------
+
+THREADS = 128
+"""Threads of a CTA: 256 measured the same, and small CTAs spread a small message over more SMs."""
+CTAS_PER_SM = 6
+"""CTAs that may be resident on one SM: the kernels are compiled to at most 65536 / (128 * 6) = 85 registers."""
+GRIDS_IN_FLIGHT = 2
+"""With programmatic dependent launch the next grid of a rank is resident before the last one has left."""
+
+
+def grid(chunks: int, tp: int, ranks_on_device: int, sm_count: int) -> int:
+    """CTAs of one launch (R5): a pure function of its arguments, equal on every rank, and small enough that all
+    grids in flight of all ranks that share the GPU are resident at once.
+
+    Args:
+      chunks: chunks of the round.
+      tp: ranks in the group.
+      ranks_on_device: ranks of the group that share one GPU (1 unless several processes use one GPU).
+      sm_count: multiprocessors of the GPU; on unequal GPUs, the least of the group.
+
+    Raises:
+      ValueError: not even one CTA a rank is sure to be resident.
+    """
+    most = sm_count * CTAS_PER_SM // (GRIDS_IN_FLIGHT * ranks_on_device)
+    if most < 1:
+        raise ValueError(
+            f"ranks_on_device: {ranks_on_device} ranks cannot wait for each other on one GPU of {sm_count} SMs; "
+            f"at most {sm_count * CTAS_PER_SM // GRIDS_IN_FLIGHT} can"
+        )
+    return max(1, min(ceil_div(chunks, THREADS), most))
