@@ -11,6 +11,7 @@
 #include "mailbox_registry.h"
 #include "timeout.h"
 #include "typed_state.h"
+#include "wait_text.h"
 
 namespace ffi = xla::ffi;
 
@@ -42,38 +43,18 @@ struct Caller {
   int64_t run;
 };
 
-std::string RankList(uint64_t ranks) {
-  std::ostringstream text;
-  const char* separator = (ranks & (ranks - 1)) != 0 ? "ranks " : "rank ";
-  for (int rank = 0; rank < kMaxRanks; ++rank) {
-    if ((ranks >> rank & 1) == 0) continue;
-    text << separator << rank;
-    separator = ", ";
-  }
-  return text.str();
-}
-
 std::string Describe(const Caller& caller, const Wait& wait) {
   std::ostringstream text;
   text.precision(3);
-  text << "jax_twoshot.all_reduce over " << caller.axes << ": rank " << caller.rank << " of " << caller.tp
-       << " (group " << caller.group << ") has waited " << wait.seconds << " s for " << RankList(wait.missing)
-       << " (phase " << (wait.phase == Phase::kReduce ? "reduce" : "collect") << ", generation " << wait.generation
-       << ", chunk " << wait.chunk << ")";
+  text << DescribeWait({caller.axes, caller.rank, caller.tp, wait.missing, wait.phase == Phase::kReduce,
+                        static_cast<uint64_t>(wait.generation), wait.chunk})
+       << ", group " << caller.group << ", for " << wait.seconds << " s so far";
   const int others = MailboxRegistry::Get().OtherRuns(caller.run);
   if (others > 0) {
     text << "; " << others << " other run" << (others > 1 ? "s are" : " is")
          << " waiting too: XLA:CPU has one thread a device and holds it for the whole run, so independent runs in "
             "flight can starve each other; call jax.block_until_ready on one result before starting the next run";
   }
-  return text.str();
-}
-
-std::string Advice(double timeout) {
-  std::ostringstream text;
-  text << ". Every rank of the axes has to make the same calls: look for a lax.cond or a loop that only some ranks "
-          "take, and for a rank that failed or is still busy. The deadline is JAX_TWOSHOT_TIMEOUT ("
-       << timeout << " s)";
   return text.str();
 }
 
@@ -108,7 +89,7 @@ ffi::Error Execute(ffi::RunId run, CallSite* call_site, ffi::AnyBuffer x, ffi::B
     std::fprintf(stderr, "jax_twoshot: warning: %s\n", Describe(caller, wait).c_str());
   };
   policy.on_failure = [&](const Wait& wait) {
-    failure = registry.Abandon(meeting, Describe(caller, wait) + Advice(policy.timeout_seconds));
+    failure = registry.Abandon(meeting, Describe(caller, wait) + "; " + DeadlineAdvice(policy.timeout_seconds));
     if (wait.abandoned) failure = "a peer gave up first: " + failure;
   };
   const bool done = AllReduce(*mailbox, rank, *arithmetic, x.untyped_data(), out->untyped_data(), x.size_bytes(),

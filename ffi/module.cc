@@ -1,8 +1,14 @@
 // The Python extension: handlers and constants, nothing else. jax_twoshot/_ffi.py registers the former and checks the
 // latter against protocol.py.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
 
+#include "all_reduce_cuda.h"
 #include "cpu_handler.h"
 #include "protocol.h"
 #include "timeout.h"
@@ -10,11 +16,6 @@
 namespace nb = nanobind;
 
 namespace {
-
-template <class T>
-nb::capsule Capsule(T* pointer) {
-  return nb::capsule(reinterpret_cast<void*>(pointer));
-}
 
 nb::dict FormatDict(const jax_twoshot::Format& format) {
   nb::dict fields;
@@ -32,6 +33,9 @@ nb::dict ProtocolConstants() {
   constants["MIN_RANKS"] = jax_twoshot::kMinRanks;
   constants["MAX_RANKS"] = jax_twoshot::kMaxRanks;
   constants["GENERATIONS"] = jax_twoshot::kGenerations;
+  constants["THREADS"] = jax_twoshot::kThreads;
+  constants["CTAS_PER_SM"] = jax_twoshot::kCtasPerSm;
+  constants["GRIDS_IN_FLIGHT"] = jax_twoshot::kGridsInFlight;
   nb::dict formats;
   for (const auto& format : {jax_twoshot::kBFloat16, jax_twoshot::kFloat16, jax_twoshot::kFloat32}) {
     formats[format.name] = FormatDict(format);
@@ -40,9 +44,18 @@ nb::dict ProtocolConstants() {
   return constants;
 }
 
+nb::dict Stages(XLA_FFI_Handler* instantiate, XLA_FFI_Handler* execute) {
+  nb::dict stages;
+  stages["instantiate"] = nb::capsule(reinterpret_cast<void*>(instantiate));
+  stages["execute"] = nb::capsule(reinterpret_cast<void*>(execute));
+  return stages;
+}
+
 }  // namespace
 
 NB_MODULE(_extension, module) {
+  // A workspace may live as long as the process: that is no leak to report on a user's terminal.
+  nb::set_leak_warnings(false);
   module.def("protocol_constants", &ProtocolConstants);
   module.def("layout_offsets",
              [](int tp, int64_t slot_chunks, int generations, int generation, int slot, int64_t chunk) {
@@ -51,10 +64,37 @@ NB_MODULE(_extension, module) {
                                 layout.gather_offset(generation, slot * slot_chunks + chunk));
              });
   module.def("set_timeout", [](double seconds) { jax_twoshot::timeout_seconds = seconds; });
+  module.def("launch_grid", &jax_twoshot::Grid);
   module.def("cpu_handlers", [] {
-    nb::dict stages;
-    stages["instantiate"] = Capsule(jax_twoshot::JaxTwoshotCpuInstantiate);
-    stages["execute"] = Capsule(jax_twoshot::JaxTwoshotCpuExecute);
-    return stages;
+    return Stages(jax_twoshot::JaxTwoshotCpuInstantiate, jax_twoshot::JaxTwoshotCpuExecute);
   });
+  module.def("cuda_handlers", [] {
+    return Stages(jax_twoshot::JaxTwoshotCudaInstantiate, jax_twoshot::JaxTwoshotCudaExecute);
+  });
+
+  // Open, looked at and closed by jax_twoshot/workspace.py.
+  nb::class_<jax_twoshot::CudaWorkspace>(module, "CudaWorkspace")
+      .def("failure", &jax_twoshot::CudaWorkspace::Failure)
+      .def("slow_waits", &jax_twoshot::CudaWorkspace::SlowWaits);
+  using Cubin = std::tuple<std::string, nb::bytes, std::string, bool>;
+  using Rank = std::tuple<int, int, uint64_t, uint64_t, std::vector<uint64_t>>;
+  module.def("open_cuda_workspace", [](int64_t id, std::string axes, int tp, int64_t slot_chunks, int generations,
+                                       int ranks_on_device, int sm_count, const std::vector<Cubin>& cubins,
+                                       const std::vector<Rank>& ranks) {
+    std::vector<jax_twoshot::Cubin> code;
+    for (const auto& [format, bytes, symbol, pdl] : cubins) {
+      code.push_back({format, std::string(bytes.c_str(), bytes.size()), symbol, pdl});
+    }
+    std::vector<jax_twoshot::RankBuffers> buffers;
+    for (const auto& [ordinal, rank, address, multicast, peers] : ranks) {
+      buffers.push_back({ordinal, rank, address, multicast, peers});
+    }
+    const jax_twoshot::Layout layout{tp, slot_chunks, generations};
+    auto workspace = std::make_shared<jax_twoshot::CudaWorkspace>(id, std::move(axes), layout, ranks_on_device,
+                                                                  sm_count, code, buffers);
+    jax_twoshot::CudaWorkspace::Open(workspace);
+    return workspace;
+  });
+  module.def("close_cuda_workspace", &jax_twoshot::CudaWorkspace::Close);
+  module.def("cuda_workspace_in_use", &jax_twoshot::CudaWorkspace::InUse);
 }

@@ -12,6 +12,9 @@ inline constexpr int kWordBytes = 4;
 inline constexpr int kMinRanks = 2;
 inline constexpr int kMaxRanks = 64;
 inline constexpr int kGenerations = 2;
+inline constexpr int kThreads = 128;
+inline constexpr int kCtasPerSm = 6;
+inline constexpr int kGridsInFlight = 2;
 
 // How the protocol treats one element type (R1, R3).
 struct Format {
@@ -50,6 +53,13 @@ struct Layout {
 
 // Chunks that each rank owns of a round of `chunks`; the last owners may have fewer, or none.
 inline constexpr int64_t OwnedChunks(int64_t chunks, int tp) { return CeilDiv(chunks, tp); }
+
+// CTAs of one launch (R5).
+inline constexpr int64_t Grid(int64_t chunks, int ranks_on_device, int sm_count) {
+  const int64_t most = static_cast<int64_t>(sm_count) * kCtasPerSm / (kGridsInFlight * ranks_on_device);
+  const int64_t wanted = CeilDiv(chunks, kThreads) < most ? CeilDiv(chunks, kThreads) : most;
+  return wanted > 1 ? wanted : 1;
+}
 
 }  // namespace jax_twoshot
 

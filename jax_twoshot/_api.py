@@ -154,8 +154,7 @@ batching.primitive_batchers[all_reduce_p] = _batch
 
 
 def _lower_cpu(ctx, x, rank, group, *, axes, tp, workspace, typed):
-    (aval, *_) = ctx.avals_in
-    if tp == 1 or 0 in aval.shape:  # the sum is x; R4: nothing is touched
+    if _is_identity(ctx, tp):
         return [x]
     if jax.process_count() > 1:
         raise NotImplementedError(
@@ -167,6 +166,38 @@ def _lower_cpu(ctx, x, rank, group, *, axes, tp, workspace, typed):
     return jax.ffi.ffi_lowering(_ffi.TARGET)(
         ctx, x, rank, group, tp=np.int64(tp), slot_chunks=np.int64(layout.slot_chunks), axes=_axes_text(axes)
     )
+
+
+def _lower_cuda(ctx, x, rank, group, *, axes, tp, workspace, typed):
+    if _is_identity(ctx, tp):
+        return [x]
+    if workspace is None:
+        raise ValueError(
+            f"jax_twoshot.all_reduce over {_axes_text(axes)}: on CUDA it needs a workspace made before the first call, "
+            f"none is open for these axes of this mesh and dtype {ctx.avals_in[0].dtype.name}; make one on every process "
+            "and keep it: ws = jax_twoshot.Workspace(mesh, axis_name, rows=..., width=..., dtype=...)"
+        )
+    devices = _compat.lowering_devices(ctx)
+    if devices is not None and devices != workspace.devices:
+        raise ValueError(
+            f"jax_twoshot.all_reduce over {_axes_text(axes)}: the shard_map runs on devices {devices}, the workspace was "
+            f"made for {workspace.devices}; make a Workspace with this mesh"
+        )
+    # The rank and the group are the workspace's to know: only x goes to the kernel.
+    ctx = ctx.replace(avals_in=ctx.avals_in[:1])
+    return jax.ffi.ffi_lowering(_ffi.TARGET)(
+        ctx,
+        x,
+        workspace=np.int64(workspace.id),
+        tp=np.int64(tp),
+        slot_chunks=np.int64(workspace.layout.slot_chunks),
+        axes=_axes_text(axes),
+    )
+
+
+def _is_identity(ctx, tp: int) -> bool:
+    """Whether the sum is the operand; an empty one touches nothing (R4)."""
+    return tp == 1 or 0 in ctx.avals_in[0].shape
 
 
 def _lower_other(ctx, x, rank, group, *, axes, tp, workspace, typed):
@@ -181,3 +212,4 @@ def _axes_text(axes: tuple[str, ...]) -> str:
 
 mlir.register_lowering(all_reduce_p, _lower_other)
 mlir.register_lowering(all_reduce_p, _lower_cpu, platform="cpu")
+mlir.register_lowering(all_reduce_p, _lower_cuda, platform="cuda")

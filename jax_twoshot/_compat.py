@@ -16,3 +16,10 @@ def varying(aval: Any) -> frozenset[str]:
 def with_varying(aval: Any, axes: AbstractSet[str]) -> Any:
     """``aval``, varying over exactly ``axes``."""
     return aval.update(manual_axis_type=jax.sharding.ManualAxisType(varying=frozenset(axes)))
+
+
+def lowering_devices(ctx: Any) -> tuple[int, ...] | None:
+    """Ids of the devices that a program is being compiled for, in mesh order; None where JAX does not say, as in an
+    export."""
+    devices = getattr(getattr(ctx.module_context.axis_context, "mesh", None), "devices", None)
+    return None if devices is None else tuple(device.id for device in devices.flat)

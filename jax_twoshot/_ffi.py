@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -34,6 +35,44 @@ def layout_offset(
     return _extension.layout_offsets(tp, slot_chunks, generations, generation, slot, chunk)
 
 
+def open_cuda_workspace(
+    id: int,
+    axes: str,
+    layout: protocol.Layout,
+    ranks_on_device: int,
+    sm_count: int,
+    cubins: Sequence[tuple[str, bytes, str, bool]],
+    ranks: Sequence[tuple[int, int, int, int, list[int]]],
+) -> Any:
+    """Loads kernels and makes the small buffers of a workspace on this process's GPUs.
+
+    Args:
+      id: of the workspace.
+      axes: for messages.
+      layout: of each rank's buffers.
+      ranks_on_device: ranks that share one GPU.
+      sm_count: least number of multiprocessors.
+      cubins: (format, image, symbol, programmatic launch) of each kernel.
+      ranks: (device ordinal, rank, address, multicast address or 0, peers' addresses) of each local rank.
+
+    Raises:
+      RuntimeError: the driver refused; its text.
+    """
+    return _extension.open_cuda_workspace(
+        id, axes, layout.tp, layout.slot_chunks, layout.generations, ranks_on_device, sm_count, cubins, ranks
+    )
+
+
+def close_cuda_workspace(id: int) -> None:
+    """No program compiled from now on can use the workspace."""
+    _extension.close_cuda_workspace(id)
+
+
+def cuda_workspace_in_use(id: int) -> bool:
+    """Whether the workspace is open, or a compiled program holds it."""
+    return _extension.cuda_workspace_in_use(id)
+
+
 def _check_mirror() -> None:
     mirror = protocol_constants()
     formats = mirror.pop("FORMATS")
@@ -50,6 +89,7 @@ def _check_mirror() -> None:
 
 def _register() -> None:
     jax.ffi.register_ffi_target(TARGET, _extension.cpu_handlers(), platform="cpu")
+    jax.ffi.register_ffi_target(TARGET, _extension.cuda_handlers(), platform="CUDA")
 
 
 _check_mirror()

@@ -188,15 +188,14 @@ GRIDS_IN_FLIGHT = 2
 """With programmatic dependent launch the next grid of a rank is resident before the last one has left."""
 
 
-def grid(chunks: int, tp: int, ranks_on_device: int, sm_count: int) -> int:
+def grid(chunks: int, ranks_on_device: int, sm_count: int) -> int:
     """CTAs of one launch (R5): a pure function of its arguments, equal on every rank, and small enough that all
     grids in flight of all ranks that share the GPU are resident at once.
 
     Args:
       chunks: chunks of the round.
-      tp: ranks in the group.
-      ranks_on_device: ranks of the group that share one GPU (1 unless several processes use one GPU).
-      sm_count: multiprocessors of the GPU; on unequal GPUs, the least of the group.
+      ranks_on_device: ranks that share one GPU (1 unless several processes use one GPU).
+      sm_count: multiprocessors of the GPU; on unequal GPUs, the least of the mesh.
 
     Raises:
       ValueError: not even one CTA a rank is sure to be resident.

@@ -3,24 +3,39 @@
 from __future__ import annotations
 
 import itertools
+import logging
+import threading
+import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_twoshot import protocol
+from jax_twoshot import _ffi, protocol
+
+if TYPE_CHECKING:
+    from jax_twoshot.symmetric import SymmetricBuffer
+
+logger = logging.getLogger("jax_twoshot")
 
 
 @dataclass(frozen=True)
 class Handle:
-    """What a traced call keeps of a workspace: no address, so that compiled programs can be cached on disk."""
+    """What a traced call keeps of a workspace: no address, so that compiled programs can be cached on disk.
+
+    Attributes:
+      id: number of the workspace, in the order in which this process made them.
+      layout: of each rank's buffers.
+      devices: ids of the mesh's devices, in mesh order.
+    """
 
     id: int
     layout: protocol.Layout
+    devices: tuple[int, ...]
 
 
 class Workspace:
@@ -79,8 +94,10 @@ class Workspace:
         self.handle = Handle(
             next(_ids),
             protocol.Layout.for_capacity(max(tp, protocol.MIN_RANKS), self.rows * self.width * self.format.itemsize),
+            tuple(device.id for device in mesh.devices.flat),
         )
         self._closed = False
+        self._cuda = _CudaBuffers(self) if tp > 1 and mesh.devices.flat[0].platform == "gpu" else None
         _open[self.handle.id] = self
 
     @property
@@ -89,9 +106,24 @@ class Workspace:
         return self._closed
 
     def close(self) -> None:
-        """Lets go of the buffers; calling it again does nothing."""
+        """Lets go of the buffers; calling it again does nothing.
+
+        The memory goes back when the last compiled program that uses it is gone, at the latest with the process.
+        """
         self._closed = True
         _open.pop(self.handle.id, None)
+        if self._cuda is not None:
+            self._cuda.close()
+
+    def check(self) -> None:
+        """Raises what went wrong in calls so far, without waiting for the device; on CPU, the call itself raises.
+
+        Raises:
+          RuntimeError: a rank did not come in time; the text says which (R9).
+        """
+        failure = self._cuda.native.failure() if self._cuda is not None else None
+        if failure is not None:
+            raise RuntimeError(failure)
 
     def __enter__(self) -> Workspace:
         return self
@@ -115,6 +147,101 @@ class Workspace:
         if self.format.sentinel != fmt.sentinel:
             return f"it is armed for {self.format.name}, x is {fmt.name}"
         return None
+
+
+def groups(mesh: jax.sharding.Mesh, axes: Sequence[str]) -> list[list[jax.Device]]:
+    """The devices of each group, in rank order: along ``axes``, which are in the mesh's order."""
+    reduced = [mesh.axis_names.index(name) for name in axes]
+    last = range(mesh.devices.ndim - len(reduced), mesh.devices.ndim)
+    tp = int(np.prod([mesh.devices.shape[i] for i in reduced], dtype=np.int64))
+    return np.moveaxis(mesh.devices, reduced, last).reshape(-1, tp).tolist()
+
+
+class _CudaBuffers:
+    """A workspace's symmetric memory and kernels on this process's GPUs."""
+
+    def __init__(self, workspace: Workspace) -> None:
+        from jax_twoshot import symmetric
+
+        self.id = workspace.handle.id
+        self._format = workspace.format
+        self._layout = workspace.handle.layout
+        self._axes = str(workspace.axis_names[0] if len(workspace.axis_names) == 1 else workspace.axis_names)
+        _free_unused()
+        self.buffers = symmetric.allocate(
+            groups(workspace.mesh, workspace.axis_names),
+            self._layout.bytes,
+            self._format.sentinel,
+            prepare=self._open,
+        )
+        _start_watching()
+
+    def _open(self, buffers: Sequence[SymmetricBuffer]) -> None:
+        """Loads the kernels of the formats that share the sentinel, and makes each device's small buffers."""
+        from jax_twoshot import cubin
+
+        by_ordinal = {device.local_hardware_id: device for device in jax.local_devices()}
+        (arch,) = {cubin.arch_for(_capability(by_ordinal[b.device])) for b in buffers}
+        multicast = all(b.multicast is not None for b in buffers)
+        found = [
+            cubin.find(cubin.Variant(self._layout.tp, f.name, multicast, arch))
+            for f in protocol.FORMATS.values()
+            if f.sentinel == self._format.sentinel
+        ]
+        protocol.grid(1, buffers[0].ranks_on_device, buffers[0].sm_count)  # R5: refuse what cannot be resident
+        self.native = _ffi.open_cuda_workspace(
+            self.id,
+            self._axes,
+            self._layout,
+            buffers[0].ranks_on_device,
+            buffers[0].sm_count,
+            [(c.variant.format, c.image, c.symbol, c.variant.pdl) for c in found],
+            [(b.device, b.rank, b.address, b.multicast or 0, list(b.peers)) for b in buffers],
+        )
+
+    def close(self) -> None:
+        """Gives the memory back, now or when no compiled program holds it."""
+        _ffi.close_cuda_workspace(self.id)
+        _closing.append((self.id, self.buffers))
+        _free_unused()
+
+
+def _capability(device: jax.Device) -> tuple[int, int]:
+    major, minor = device.compute_capability.split(".")
+    return int(major), int(minor)
+
+
+_closing: list[tuple[int, list[SymmetricBuffer]]] = []
+
+
+def _free_unused() -> None:
+    """Unmaps the memory of closed workspaces that no compiled program holds any more."""
+    for entry in list(_closing):
+        if not _ffi.cuda_workspace_in_use(entry[0]):
+            _closing.remove(entry)
+            for buffer in entry[1]:
+                buffer.close()
+
+
+_watcher: threading.Thread | None = None
+_WATCH_SECONDS = 0.5
+
+
+def _start_watching() -> None:
+    """Starts the thread that logs slow waits (R9): while a GPU waits, the host mostly waits for the GPU."""
+    global _watcher
+    if _watcher is None:
+        _watcher = threading.Thread(target=_watch, name="jax_twoshot-watch", daemon=True)
+        _watcher.start()
+
+
+def _watch() -> None:
+    while True:
+        time.sleep(_WATCH_SECONDS)
+        for workspace in list(_open.values()):
+            if workspace._cuda is not None:
+                for text in workspace._cuda.native.slow_waits():
+                    logger.warning("%s", text)
 
 
 _ids = itertools.count()

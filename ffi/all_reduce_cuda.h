@@ -1,0 +1,111 @@
+// The all-reduce on CUDA devices: what a workspace holds in this process, and the XLA FFI custom call
+// "jax_twoshot_all_reduce" that launches the kernel of jax_twoshot/kernels/all_reduce.py.
+#ifndef JAX_TWOSHOT_ALL_REDUCE_CUDA_H_
+#define JAX_TWOSHOT_ALL_REDUCE_CUDA_H_
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "cuda_driver.h"
+#include "protocol.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace jax_twoshot {
+
+// A compiled kernel, as jax_twoshot/cubin.py found it.
+struct Cubin {
+  std::string format;
+  std::string code;
+  std::string symbol;
+  bool pdl;
+};
+
+// One rank's symmetric allocation, as jax_twoshot/symmetric.py made it: addresses on device `ordinal`.
+struct RankBuffers {
+  int ordinal;
+  int rank;
+  uint64_t address;
+  uint64_t multicast;  // 0: store to each peer
+  std::vector<uint64_t> peers;
+};
+
+// The record that a kernel writes to pinned host memory when a wait is slow or has failed.
+struct StatusRecord {
+  uint32_t state;  // kOk, kSlow, kFailed; written last
+  uint32_t phase;  // 1 reduce, 2 collect
+  uint32_t generation;
+  uint32_t chunk;  // of the round
+  uint32_t missing[2];
+  uint32_t calls;  // rounds before this one, modulo 2^32
+  uint32_t unused;
+};
+
+// Everything of a workspace that is not symmetric memory: kernels, and each local device's small buffers. It lives as
+// long as the Python Workspace or a compiled program needs it.
+class CudaWorkspace {
+ public:
+  // Loads the kernels and allocates; throws std::runtime_error with the driver's text, nothing then left allocated.
+  CudaWorkspace(int64_t id, std::string axes, Layout layout, int ranks_on_device, int sm_count,
+                const std::vector<Cubin>& cubins, const std::vector<RankBuffers>& ranks);
+  ~CudaWorkspace();
+
+  int64_t id() const { return id_; }
+  const Layout& layout() const { return layout_; }
+
+  // Why no further call can succeed, or nothing. Reads host memory only.
+  std::optional<std::string> Failure() const;
+  // What every rank of this process that waits for long waits for; each wait is told of once.
+  std::vector<std::string> SlowWaits();
+
+  // One launch a round of the message, on `stream` of device `ordinal`. An error text, or nothing.
+  std::optional<std::string> Launch(int ordinal, CUstream stream, const std::string& format, const void* x, void* out,
+                                    int64_t bytes, double timeout_seconds);
+
+  // The workspaces that Python has open, by id.
+  static void Open(std::shared_ptr<CudaWorkspace> workspace);
+  static void Close(int64_t id);
+  static std::shared_ptr<CudaWorkspace> Find(int64_t id);
+  // Whether a compiled program still holds the workspace that had this id.
+  static bool InUse(int64_t id);
+
+ private:
+  struct Kernel {
+    CUlibrary library = nullptr;
+    CUfunction function = nullptr;
+    bool pdl = false;
+  };
+  struct Device {
+    RankBuffers buffers;
+    CUdeviceptr control = 0;  // the control block, then the table of peers
+    StatusRecord* status = nullptr;
+    std::map<std::string, Kernel> kernels;
+  };
+
+  void Prepare(Device& device, const std::vector<Cubin>& cubins);
+  void Release(Device& device);
+  std::string Describe(const Device& device, const StatusRecord& status) const;
+
+  int64_t id_;
+  std::string axes_;
+  Layout layout_;
+  int ranks_on_device_;
+  int sm_count_;
+  std::map<int, Device> devices_;
+};
+
+// A custom call of one executable: what keeps its workspace alive.
+struct LaunchSite {
+  static xla::ffi::TypeId id;
+  std::shared_ptr<CudaWorkspace> workspace;
+};
+
+XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxTwoshotCudaInstantiate);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxTwoshotCudaExecute);
+
+}  // namespace jax_twoshot
+
+#endif  // JAX_TWOSHOT_ALL_REDUCE_CUDA_H_

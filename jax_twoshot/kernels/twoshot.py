@@ -1,0 +1,313 @@
+"""The two-shot protocol as device functions: push, reduce, collect, rearm. ``protocol.py`` has the words.
+
+A kernel calls them once for every chunk, all pushes before its first reduce, all reduces before its first
+collect, with all of its CTAs resident at once (R5): a push waits for nothing, a reduce for pushes only, a
+collect for reduces only. What a thread pushes may come from anywhere, and what it collects may go anywhere.
+
+When a wait ends without its chunk (R9), reduce publishes nothing and collect returns NaN.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cutlass import Boolean, Float32, Int32, Int64, Uint16, Uint32, cute, range_constexpr
+
+from jax_twoshot.kernels import memory
+from jax_twoshot.kernels.memory import Chunk
+from jax_twoshot.protocol import Format, Layout
+
+OK, SLOW, FAILED = 0, 1, 2
+"""States of a workspace, in the control block (as bits) and in the status record."""
+REDUCE, COLLECT = 1, 2
+"""Phases that wait, as the status record names them."""
+
+CONTROL_EPOCH, CONTROL_ARRIVALS, CONTROL_STATE, CONTROL_CALLS = (4 * word for word in range(4))
+"""Byte offsets in the control block."""
+STATUS_STATE, STATUS_PHASE, STATUS_GENERATION, STATUS_CHUNK, STATUS_RANKS, _, STATUS_CALLS = (
+    4 * word for word in range(7)
+)
+"""Byte offsets in the status record; the ranks take two words."""
+
+SLOTS_AT_ONCE = 8
+"""Slots that a reduce polls together; the 64 registers of 16 would not fit beside the rest."""
+POLLS_PER_CHECK = 256
+"""Polls between two looks at the clock and at the state, which are no part of a poll that soon succeeds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Buffers(Layout):
+    """The buffers of one generation, as a thread sees them. Offsets are ``Layout``'s own, on run-time values.
+
+    Attributes:
+      tp: ranks in the group, at compile time.
+      slot_chunks: Int64, capacity of a slot in chunks.
+      generations: Int64, P.
+      format: element type, at compile time.
+      generation: Int64, which copy of the buffers this call uses.
+      rank: Int64, this rank.
+      owned: Int64, chunks that each rank owns of this round (`protocol.owned_chunks`).
+      base: Int64, address of this rank's allocation.
+      peers: Int64, address of a table of every rank's allocation.
+      multicast: Int64, multicast address of the allocations, or None at compile time: store to each peer.
+    """
+
+    format: Format
+    generation: Int64
+    rank: Int64
+    owned: Int64
+    base: Int64
+    peers: Int64
+    multicast: Int64 | None
+
+    def __post_init__(self) -> None:
+        """The host checked the layout; here its numbers are not known yet."""
+
+    def peer(self, rank: int | Int64) -> Int64:
+        """Address of a rank's allocation, as this rank reaches it."""
+        return memory.load_address(self.peers + Int64(rank) * 8)
+
+
+@dataclass(frozen=True)
+class Watch:
+    """What ends a wait (R9).
+
+    Attributes:
+      control: Int64, address of the control block (device memory).
+      status: Int64, address of the status record (pinned host memory), written when a wait is slow or fails.
+      timeout_ns: Int64, nanoseconds after which a wait fails.
+      calls: Uint32, calls of the workspace before this one.
+    """
+
+    control: Int64
+    status: Int64
+    timeout_ns: Int64
+    calls: Uint32
+
+
+# ---- The protocol ------------------------------------------------------------------------------------------
+
+
+def push(buffers: Buffers, chunk: Int32, words: Chunk) -> None:
+    """Stores ``words``, this rank's part of ``chunk``, into its slot at the chunk's owner (R1)."""
+    owner, index = owner_of(buffers, chunk)
+    slot = buffers.recv_offset(buffers.generation, buffers.rank, index)
+    memory.publish_chunk(buffers.peer(owner) + slot, without_negative_zero(words, buffers.format))
+
+
+@cute.jit
+def reduce(buffers: Buffers, index: Int32, watch: Watch) -> None:
+    """Sums the slots of this rank's chunk ``index`` into every rank's gather (R3) and re-arms them (R2)."""
+    ranks = range(buffers.tp)
+    slots = [buffers.base + buffers.recv_offset(buffers.generation, rank, Int64(index)) for rank in ranks]
+    chunk = buffers.rank * buffers.owned + index
+    total, complete = None, Boolean(True)
+    for first in range_constexpr(0, buffers.tp, SLOTS_AT_ONCE):
+        batch = ranks[first : first + SLOTS_AT_ONCE]
+        masks = [Uint32(1 << rank) for rank in batch]
+        parts, arrived = wait(buffers, watch, [slots[rank] for rank in batch], masks, REDUCE, chunk)
+        total = add_in_order(total, parts, buffers.format)
+        complete = complete & arrived
+    if complete:
+        words = narrow(total, buffers.format)
+        publish_sum(buffers, chunk, without_negative_zero(words, buffers.format))
+        for slot in slots:
+            rearm(slot, buffers.format)
+
+
+@cute.jit
+def collect(buffers: Buffers, chunk: Int32, watch: Watch) -> Chunk:
+    """Waits for the sum of ``chunk`` in this rank's gather, returns it and re-arms its place (R2)."""
+    owner, _ = owner_of(buffers, chunk)
+    place = buffers.base + buffers.gather_offset(buffers.generation, Int64(chunk))
+    chunks, arrived = wait(buffers, watch, [place], [Uint32(1) << Uint32(owner)], COLLECT, Int64(chunk))
+    words = chunks[0]  # by its own name: a branch cannot assign a name that was unpacked from a nested pattern
+    if arrived:
+        rearm(place, buffers.format)
+    else:
+        words = not_a_number(buffers.format)
+    return words
+
+
+def rearm(address: Int64, format: Format) -> None:
+    """Makes a chunk that this thread has read "not yet written" again. Only its reader may (R2)."""
+    memory.publish_chunk(address, (Uint32(format.sentinel),) * 4)
+
+
+# ---- Steps of the four -------------------------------------------------------------------------------------
+
+
+def owner_of(buffers: Buffers, chunk: Int32) -> tuple[Int64, Int64]:
+    """`protocol.owner_of`, by an unsigned 32-bit division: a signed or a wider one is longer."""
+    owned = Uint32(buffers.owned)
+    owner = Uint32(chunk) // owned
+    return Int64(owner), Int64(Uint32(chunk) - owner * owned)
+
+
+def publish_sum(buffers: Buffers, chunk: Int64, words: Chunk) -> None:
+    """Stores the sum of ``chunk`` into every rank's gather."""
+    place = buffers.gather_offset(buffers.generation, chunk)
+    if buffers.multicast is not None:
+        memory.multicast_chunk(buffers.multicast + place, words, buffers.format.name)
+        return
+    for rank in range(buffers.tp):
+        memory.publish_chunk(buffers.peer(rank) + place, words)
+
+
+@cute.jit
+def wait(
+    buffers: Buffers,
+    watch: Watch,
+    places: list[Int64],
+    ranks: list[Uint32],
+    phase: int,
+    chunk: Int64,
+) -> tuple[list[Chunk], Boolean]:
+    """Polls chunks of this rank until all have arrived, or until the watch says no: ``(chunks, arrived)``.
+
+    Args:
+      buffers: the generation.
+      watch: what ends the wait.
+      places: addresses of the chunks, all loaded at once.
+      ranks: for each of them the rank that stores it, as a mask.
+      phase: REDUCE or COLLECT.
+      chunk: which chunk of the round this is about.
+    """
+    words = [memory.poll_chunk(place) for place in places]
+    arrived = all_of([has_arrived(w, buffers.format) for w in words])
+    polls = Uint32(0)
+    since = Int64(0)
+    over = Boolean(False)
+    while not (arrived | over):
+        words = [memory.poll_chunk(place) for place in places]
+        arrived = all_of([has_arrived(w, buffers.format) for w in words])
+        polls += 1
+        if polls % POLLS_PER_CHECK == 0:
+            missing = missing_ranks(words, ranks, buffers.format)
+            since, over = check(watch, since, phase, buffers.generation, chunk, missing)
+    return words, arrived
+
+
+@cute.jit
+def check(
+    watch: Watch, since: Int64, phase: int, generation: Int64, chunk: Int64, missing: Uint32
+) -> tuple[Int64, Boolean]:
+    """Whether a wait is over, and since when it lasts (0: it was not yet known).
+
+    A collect waits an eighth longer than a reduce: when a rank is missing, the owners that wait for it are
+    not to be blamed for their sums. On a rank that owns a chunk its reduce fails first, naming the right one.
+    """
+    now = memory.now_ns()
+    if since == 0:
+        since = now
+    waited = now - since
+    limit = watch.timeout_ns
+    if phase == COLLECT:
+        limit += limit // 8
+    state = memory.load_control_word(watch.control + CONTROL_STATE)
+    over = (state >= FAILED) | (waited > limit)
+    if waited > limit:
+        report(watch, FAILED, phase, generation, chunk, missing)
+    elif (state == OK) & (waited > limit // 10):
+        report(watch, SLOW, phase, generation, chunk, missing)
+    return since, over
+
+
+@cute.jit
+def report(watch: Watch, state: int, phase: int, generation: Int64, chunk: Int64, missing: Uint32) -> None:
+    """Raises the state of the workspace. The first thread to do so writes the host's record, state last."""
+    before = memory.set_bits(watch.control + CONTROL_STATE, Uint32(state))
+    if before < state:
+        memory.store_status(watch.status + STATUS_PHASE, Uint32(phase))
+        memory.store_status(watch.status + STATUS_GENERATION, Uint32(generation))
+        memory.store_status(watch.status + STATUS_CHUNK, Uint32(chunk))
+        memory.store_status(watch.status + STATUS_RANKS, missing)
+        memory.store_status(watch.status + STATUS_RANKS + 4, Uint32(0))
+        memory.store_status(watch.status + STATUS_CALLS, watch.calls)
+        memory.release_status(watch.status + STATUS_STATE, Uint32(state))
+
+
+def has_arrived(words: Chunk, format: Format) -> Boolean:
+    """Whether all four words of a chunk were published (R1): its store may have torn into them."""
+    return all_of([word != Uint32(format.sentinel) for word in words])
+
+
+def missing_ranks(chunks: list[Chunk], ranks: list[Uint32], format: Format) -> Uint32:
+    """Mask of the ranks whose chunk has not arrived."""
+    missing = Uint32(0)
+    for words, rank in zip(chunks, ranks, strict=True):
+        missing = missing | (rank * (Uint32(1) - Uint32(has_arrived(words, format))))
+    return missing
+
+
+def all_of(conditions: list[Boolean]) -> Boolean:
+    """Logical and, without a branch."""
+    result = conditions[0]
+    for condition in conditions[1:]:
+        result = result & condition
+    return result
+
+
+# ---- Elements of a chunk -----------------------------------------------------------------------------------
+
+
+def without_negative_zero(words: Chunk, format: Format) -> Chunk:
+    """Rewrites -0.0 to +0.0 (R1), on the bits, all elements of a word at once.
+
+    ``(word & magnitude) + magnitude`` carries into an element's sign bit unless its magnitude is zero, and
+    never into its neighbour.
+    """
+    magnitude = Uint32(~format.sentinel & 0xFFFF_FFFF)
+    return tuple(word & (((word & magnitude) + magnitude) | magnitude) for word in words)
+
+
+def not_a_number(format: Format) -> Chunk:
+    """A chunk of the format's one NaN."""
+    return pack([Uint32(format.nan)] * format.chunk, format)
+
+
+def add_in_order(total: list[Float32] | None, chunks: list[Chunk], format: Format) -> list[Float32]:
+    """Adds chunks, one after the other, to ``total``, or to the first of them (R3)."""
+    for chunk in chunks:
+        part = widen(chunk, format)
+        total = part if total is None else [a + b for a, b in zip(total, part, strict=True)]
+    return total
+
+
+def widen(words: Chunk, format: Format) -> list[Float32]:
+    """The elements of a chunk in FP32: exact."""
+    elements = unpack(words, format)
+    if format.name == "float32":
+        return [_ptx("mov.b32 {$w0}, {$r0};", Float32, element) for element in elements]
+    if format.name == "bfloat16":
+        return [_ptx("mov.b32 {$w0}, {$r0};", Float32, element << 16) for element in elements]
+    return [_ptx("cvt.f32.f16 {$w0}, {$r0};", Float32, Uint16(element)) for element in elements]
+
+
+def narrow(elements: list[Float32], format: Format) -> Chunk:
+    """FP32 elements rounded to nearest even, any NaN to the canonical one, and packed."""
+    if format.name == "float32":
+        return tuple(_ptx("mov.b32 {$w0}, {$r0};", Uint32, element) for element in elements)
+    kind = {"bfloat16": "bf16x2", "float16": "f16x2"}[format.name]
+    return tuple(
+        _ptx(f"cvt.rn.{kind}.f32 {{$w0}}, {{$r1}}, {{$r0}};", Uint32, low, high)
+        for low, high in zip(elements[::2], elements[1::2], strict=True)
+    )
+
+
+def unpack(words: Chunk, format: Format) -> list[Uint32]:
+    """The bits of each element of a chunk, in the order of memory."""
+    if format.itemsize == 4:
+        return list(words)
+    return [half for word in words for half in (word & 0xFFFF, word >> 16)]
+
+
+def pack(elements: list[Uint32], format: Format) -> Chunk:
+    """The chunk of these elements' bits."""
+    if format.itemsize == 4:
+        return tuple(elements)
+    return tuple(low | (high << 16) for low, high in zip(elements[::2], elements[1::2], strict=True))
+
+
+def _ptx(instruction: str, result: type, *operands: Float32 | Uint32 | Uint16) -> Float32 | Uint32:
+    return cute.arch.inline_ptx(instruction, write_only_types=[result], read_only_args=list(operands))

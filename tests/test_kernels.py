@@ -1,0 +1,183 @@
+"""The CUDA kernels without a GPU: what every variant compiles to, for every target."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+import subprocess
+import sys
+
+import pytest
+
+from jax_twoshot import cubin, protocol
+from jax_twoshot.cubin import Variant
+
+PARAMETERS = {
+    "x": 8,
+    "out": 8,
+    "elements": 4,
+    "slot_chunks": 4,
+    "rank": 4,
+    "base": 8,
+    "multicast": 8,
+    "peers": 8,
+    "control": 8,
+    "status": 8,
+    "timeout_ns": 8,
+    "generations": 4,
+}
+"""Names and bytes: what ``ffi/all_reduce_cuda.cc`` packs."""
+
+FRAME_SIZE = 0x11
+"""The cubin attribute that says how many bytes a thread spills."""
+
+EVERYWHERE = [
+    Variant(tp, name, multicast, arch)
+    for arch in cubin.ARCHS
+    if arch != "sm_90a"
+    for tp, name in ((2, "bfloat16"), (7, "float32"), (16, "float16"))
+    for multicast in (False, True)
+    if not multicast or cubin.capability(arch) >= (9, 0)
+]
+VARIANTS = [*cubin.variants(["sm_90a"]), *EVERYWHERE]
+
+each_variant = pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)
+
+
+@functools.cache
+def compiled(variant: Variant):
+    """The compiler's output. Without a compiler these tests fail: the extra "test" installs it."""
+    from jax_twoshot.kernels.all_reduce import AllReduce, compile_kernel
+
+    kernel = AllReduce(
+        variant.tp, protocol.FORMATS[variant.format], multicast=variant.multicast, pdl=variant.pdl
+    )
+    return compile_kernel(kernel, variant.arch)
+
+
+def count(variant: Variant, instruction: str) -> int:
+    return len(re.findall(rf"^\s*(?:@%p\d+ )?{instruction}", compiled(variant).ptx, re.MULTILINE))
+
+
+@each_variant
+def test_is_a_cubin_for_its_target(variant):
+    image, ptx, symbol = compiled(variant)
+    assert image[:4] == b"\x7fELF"
+    assert symbol.encode() in image
+    assert f".target {variant.arch}" in ptx
+    assert f".entry {symbol}(" in ptx
+
+
+@each_variant
+def test_registers_let_the_planned_blocks_be_resident(variant):
+    image = compiled(variant).cubin
+    assert 0 < cubin._attribute(image, cubin._REGCOUNT) <= 65536 // (protocol.THREADS * protocol.CTAS_PER_SM)
+    assert cubin._attribute(image, FRAME_SIZE) <= (0 if variant.tp <= 8 else 96)
+    assert f".reqntid {protocol.THREADS}, 1, 1" in compiled(variant).ptx
+
+
+@each_variant
+def test_parameters(variant):
+    bits = re.findall(r"\.param \.[ub](\d+) ", compiled(variant).ptx)
+    assert [int(b) // 8 for b in bits] == list(PARAMETERS.values())
+
+
+@each_variant
+def test_sums_are_stored_once_through_multicast_or_once_to_each_peer(variant):
+    kind = {"bfloat16": "bf16x2", "float16": "f16x2", "float32": "f32"}[variant.format]
+    multicast = count(variant, rf"multimem\.st\.relaxed\.sys\.global\.v4\.{kind} ")
+    assert multicast == compiled(variant).ptx.count("multimem") == variant.multicast
+    push, rearm_slots, rearm_gather = 1, variant.tp, 1
+    sums = 0 if variant.multicast else variant.tp
+    assert count(variant, r"st\.relaxed\.sys\.global\.v4\.u32 ") == push + sums + rearm_slots + rearm_gather
+
+
+@each_variant
+def test_polls_are_whole_chunks(variant):
+    first_look, loop = 1, 1
+    assert count(variant, r"ld\.relaxed\.sys\.global\.v4\.u32 ") == (first_look + loop) * (variant.tp + 1)
+    assert count(variant, r"ld\.relaxed\.sys") == (first_look + loop) * (variant.tp + 1)
+    assert count(variant, r"ld\.global\.v4\.u32 ") == 1
+    assert count(variant, r"st\.global\.v4\.u32 ") == 2  # A sum, or NaN where the workspace has failed.
+
+
+@each_variant
+def test_a_sum_that_never_came_is_nan(variant):
+    """Not the sentinel that was polled last: a wrong number (R9)."""
+    fmt = protocol.FORMATS[variant.format]
+    word = fmt.nan | fmt.nan << 16 if fmt.itemsize == 2 else fmt.nan
+    assert count(variant, rf"selp\.b32\s+%r\d+, %r\d+, {word}, %p\d+;") == protocol.CHUNK_BYTES // 4
+
+
+@each_variant
+def test_elements_of_the_last_chunk_are_masked_one_by_one(variant):
+    chunk = protocol.FORMATS[variant.format]
+    assert count(variant, rf"ld\.global\.u{8 * chunk.itemsize} ") == chunk.chunk - 1
+    assert count(variant, rf"st\.global\.u{8 * chunk.itemsize} ") == 2 * (chunk.chunk - 1)
+
+
+@each_variant
+def test_arithmetic_is_fp32_in_rank_order_and_never_flushes_to_zero(variant):
+    per_chunk = protocol.FORMATS[variant.format].chunk
+    assert ".ftz" not in compiled(variant).ptx
+    assert count(variant, r"add(\.rn)?\.f32 ") == (variant.tp - 1) * per_chunk
+    assert count(variant, r"(fma|mul|mad|sub)[.a-z]*\.f") == 0
+    packed = {"bfloat16": "bf16x2", "float16": "f16x2"}.get(variant.format)
+    assert count(variant, r"cvt\.rn\.") == (4 if packed else 0)
+    if packed:
+        assert count(variant, rf"cvt\.rn\.{packed}\.f32 ") == 4
+
+
+@each_variant
+def test_sentinel(variant):
+    signed = protocol.FORMATS[variant.format].sentinel - (1 << 32)
+    compared = count(variant, rf"setp\.(ne|eq)\.b32\s+%p\d+, %r\d+, {signed};")
+    assert compared >= 2 * 4 * (variant.tp + 1)  # All four words, at the first look and in the loop.
+    rearmed = rf"st\.relaxed\.sys\.global\.v4\.u32 \[%rd\d+\], {{{signed}, {signed}, {signed}, {signed}}};"
+    assert count(variant, rearmed) == variant.tp + 1
+
+
+@each_variant
+def test_next_launch_may_start_only_after_the_wait_for_the_last(variant):
+    ptx = compiled(variant).ptx
+    wait, trigger = ptx.find("griddepcontrol.wait"), ptx.find("griddepcontrol.launch_dependents")
+    if variant.pdl:
+        first_access = re.search(r"^\s*(ld|st|atom|red|multimem)\.(?!param)", ptx, re.MULTILINE)
+        assert 0 < wait < trigger < first_access.start()
+    else:
+        assert "griddepcontrol" not in ptx
+
+
+def test_programmatic_launch_is_for_hopper_and_later():
+    assert [arch for arch in cubin.ARCHS if not Variant(2, "bfloat16", False, arch).pdl] == ["sm_80", "sm_89"]
+
+
+def test_signature_and_docstring_state_the_parameters():
+    from jax_twoshot.kernels import all_reduce
+
+    stated = re.findall(r"^    (\w+) +int(32|64) ", all_reduce.__doc__, re.MULTILINE)
+    assert {name: int(bits) // 8 for name, bits in stated} == PARAMETERS
+    for function in (all_reduce.AllReduce.kernel, all_reduce.AllReduce.__call__):
+        annotations = inspect.get_annotations(inspect.unwrap(function))
+        assert {n: int(t[3:]) // 8 for n, t in annotations.items() if n != "return"} == PARAMETERS
+
+
+def test_compiling_twice_gives_the_same_bytes():
+    variant = VARIANTS[0]
+    first = compiled(variant)
+    compiled.cache_clear()
+    assert compiled(variant) == first
+
+
+def test_other_programmatic_choices_are_kernels_too():
+    """Hopper without programmatic launch: for a profile, or to look for a race."""
+    from jax_twoshot.kernels.all_reduce import AllReduce, compile_kernel
+
+    kernel = AllReduce(2, protocol.FORMATS["bfloat16"], multicast=False, pdl=False)
+    assert "griddepcontrol" not in compile_kernel(kernel, "sm_90a").ptx
+
+
+def test_only_the_kernels_import_the_compiler():
+    script = "import sys, jax_twoshot.cubin; sys.exit('cutlass' in sys.modules)"
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
