@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <cstring>
 #include <mutex>
 #include <string_view>
@@ -22,6 +23,8 @@ namespace {
 constexpr size_t kControlBytes = 16;
 constexpr uint32_t kSlow = 1;
 constexpr uint32_t kFailed = 2;
+
+std::atomic<int64_t> handler_calls{0};
 
 struct Registry {
   std::mutex mutex;
@@ -225,6 +228,8 @@ bool CudaWorkspace::InUse(int64_t id) {
   return found != registry.known.end() && !found->second.expired();
 }
 
+int64_t CudaHandlerCalls() { return handler_calls.load(std::memory_order_relaxed); }
+
 namespace {
 
 const char* FormatName(ffi::DataType type) {
@@ -255,6 +260,7 @@ ffi::ErrorOr<std::unique_ptr<LaunchSite>> Instantiate(int64_t workspace_id, int6
 
 ffi::Error Execute(CUstream stream, int32_t ordinal, LaunchSite* site, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> out,
                    int64_t, int64_t, int64_t, std::string_view axes) {
+  handler_calls.fetch_add(1, std::memory_order_relaxed);
   CudaWorkspace& workspace = *site->workspace;
   if (std::optional<std::string> failure = workspace.Failure()) {
     return ffi::Error(ffi::ErrorCode::kDeadlineExceeded, *failure);

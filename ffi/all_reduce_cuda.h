@@ -103,6 +103,9 @@ struct LaunchSite {
   std::shared_ptr<CudaWorkspace> workspace;
 };
 
+// How often XLA has called the handler in this process: a launch replayed from a command buffer does not count.
+int64_t CudaHandlerCalls();
+
 XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxTwoshotCudaInstantiate);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxTwoshotCudaExecute);
 

@@ -95,6 +95,7 @@ NB_MODULE(_extension, module) {
     jax_twoshot::CudaWorkspace::Open(workspace);
     return workspace;
   });
+  module.def("cuda_handler_calls", &jax_twoshot::CudaHandlerCalls);
   module.def("close_cuda_workspace", &jax_twoshot::CudaWorkspace::Close);
   module.def("cuda_workspace_in_use", &jax_twoshot::CudaWorkspace::InUse);
 }

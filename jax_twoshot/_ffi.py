@@ -73,6 +73,12 @@ def cuda_workspace_in_use(id: int) -> bool:
     return _extension.cuda_workspace_in_use(id)
 
 
+def cuda_handler_calls() -> int:
+    """How often XLA has called the CUDA handler in this process; launches replayed from a command buffer do not
+    count."""
+    return _extension.cuda_handler_calls()
+
+
 def _check_mirror() -> None:
     mirror = protocol_constants()
     formats = mirror.pop("FORMATS")
