@@ -8,36 +8,19 @@
 #include <new>
 #include <thread>
 
+#include "shared_words.h"
+
 namespace jax_twoshot {
 namespace {
 
-constexpr int64_t kPairBytes = 8;  // words move two at a time: whole words still never tear
-constexpr int64_t kPairsPerChunk = kChunkBytes / kPairBytes;
-
 struct alignas(64) Block {
-  uint64_t pairs[kBlockBytes / kPairBytes];
+  std::byte bytes[kBlockBytes];
 };
-
-void Store(uint64_t* to, const Block& block, int64_t chunks) {
-  for (int64_t i = 0; i < chunks * kPairsPerChunk; ++i) __atomic_store_n(&to[i], block.pairs[i], __ATOMIC_RELAXED);
-}
-
-void Load(const uint64_t* from, Block& block, int64_t chunks) {
-  for (int64_t i = 0; i < chunks * kPairsPerChunk; ++i) block.pairs[i] = __atomic_load_n(&from[i], __ATOMIC_RELAXED);
-}
 
 // Makes everything this thread has loaded happen before everything it stores from here on. The data is its own
 // flag, so within a phase nothing needs order; between "I have read it" and "you may overwrite it" this does (R2).
 // Free on x86.
 void OrderPhases() { std::atomic_thread_fence(std::memory_order_acq_rel); }
-
-// Whether no word is the sentinel: the block has arrived (R1).
-bool Arrived(const Block& block, int64_t chunks, uint32_t sentinel) {
-  const auto* words = reinterpret_cast<const uint32_t*>(block.pairs);
-  uint32_t armed = 0;
-  for (int64_t i = 0; i < chunks * (kChunkBytes / kWordBytes); ++i) armed |= words[i] == sentinel;
-  return armed == 0;
-}
 
 // One rank's part in one round.
 struct Round {
@@ -75,14 +58,17 @@ uint64_t MissingRanks(const Round& round, Phase phase, int64_t chunk, int64_t ch
   Mailbox& mailbox = round.mailbox;
   for (int peer = 0; peer < round.tp(); ++peer) {
     if (phase == Phase::kReduce) {
-      Load(mailbox.recv(round.rank, round.generation, peer, chunk - round.first_owned(round.rank)), block, chunks);
-      if (!Arrived(block, chunks, mailbox.sentinel())) missing |= uint64_t{1} << peer;
+      const std::byte* slot =
+          mailbox.recv(round.rank, round.generation, peer, chunk - round.first_owned(round.rank));
+      if (!LoadShared(slot, block.bytes, mailbox.sentinel(), chunks * kChunkBytes)) missing |= uint64_t{1} << peer;
     } else {
       const int64_t begin = std::max(chunk, round.first_owned(peer));
       const int64_t end = std::min(chunk + chunks, round.end_owned(peer));
       if (begin >= end) continue;
-      Load(mailbox.gather(round.rank, round.generation, begin), block, end - begin);
-      if (!Arrived(block, end - begin, mailbox.sentinel())) missing |= uint64_t{1} << peer;
+      const std::byte* sums = mailbox.gather(round.rank, round.generation, begin);
+      if (!LoadShared(sums, block.bytes, mailbox.sentinel(), (end - begin) * kChunkBytes)) {
+        missing |= uint64_t{1} << peer;
+      }
     }
   }
   return missing;
@@ -90,14 +76,13 @@ uint64_t MissingRanks(const Round& round, Phase phase, int64_t chunk, int64_t ch
 
 // Loads `chunks` chunks at `from` into `block`, yielding until they have arrived; `chunk` is the first one's index
 // in the round. False when the deadline passed or another rank gave up (R9). Holds no lock.
-bool Await(const Round& round, Phase phase, const uint64_t* from, int64_t chunk, int64_t chunks, Block& block) {
+bool Await(const Round& round, Phase phase, const std::byte* from, int64_t chunk, int64_t chunks, Block& block) {
   using Clock = std::chrono::steady_clock;
   constexpr int kPollsPerCheck = 64;  // the clock is read, and peers' failures seen, once in so many
   constexpr int kPollsBeforeSleep = 1 << 14;
   Clock::time_point start;
   for (int64_t poll = 0;; ++poll) {
-    Load(from, block, chunks);
-    if (Arrived(block, chunks, round.mailbox.sentinel())) return true;
+    if (LoadShared(from, block.bytes, round.mailbox.sentinel(), chunks * kChunkBytes)) return true;
     if (poll == 0) start = Clock::now();
     if (poll % kPollsPerCheck == kPollsPerCheck - 1) {
       const double seconds = std::chrono::duration<double>(Clock::now() - start).count();
@@ -126,9 +111,8 @@ bool Await(const Round& round, Phase phase, const uint64_t* from, int64_t chunk,
 }
 
 // R2: only the reader re-arms, exactly what it has read.
-void Rearm(uint64_t* slot, int64_t chunks, uint32_t sentinel) {
-  const uint64_t pair = uint64_t{sentinel} << 32 | sentinel;
-  for (int64_t i = 0; i < chunks * kPairsPerChunk; ++i) __atomic_store_n(&slot[i], pair, __ATOMIC_RELAXED);
+void Rearm(std::byte* slot, int64_t chunks, uint32_t sentinel) {
+  FillShared(slot, sentinel, chunks * kChunkBytes);
 }
 
 // Stores each chunk into slot `rank` of its owner's recv. Waits for nothing (R5).
@@ -139,10 +123,11 @@ void Push(const Round& round) {
     ForEachBlock(first, round.end_owned(owner), [&](int64_t chunk, int64_t chunks) {
       Block block;
       const int64_t bytes = std::min(chunks * kChunkBytes, round.bytes - chunk * kChunkBytes);
-      std::memcpy(block.pairs, round.x + chunk * kChunkBytes, bytes);
-      std::memset(reinterpret_cast<std::byte*>(block.pairs) + bytes, 0, chunks * kChunkBytes - bytes);
-      round.arithmetic.make_publishable(block.pairs, chunks * kChunkBytes);
-      Store(round.mailbox.recv(owner, round.generation, round.rank, chunk - first), block, chunks);
+      std::memcpy(block.bytes, round.x + chunk * kChunkBytes, bytes);
+      std::memset(block.bytes + bytes, 0, chunks * kChunkBytes - bytes);
+      round.arithmetic.make_publishable(block.bytes, chunks * kChunkBytes);
+      StoreShared(round.mailbox.recv(owner, round.generation, round.rank, chunk - first), block.bytes,
+                  chunks * kChunkBytes);
       return true;
     });
   }
@@ -157,14 +142,14 @@ bool Reduce(const Round& round) {
     Block block;
     alignas(64) float sum[kBlockElements];
     for (int slot = 0; slot < round.tp(); ++slot) {
-      const uint64_t* from = mailbox.recv(round.rank, round.generation, slot, chunk - first);
+      const std::byte* from = mailbox.recv(round.rank, round.generation, slot, chunk - first);
       if (!Await(round, Phase::kReduce, from, chunk, chunks, block)) return false;
-      (slot == 0 ? round.arithmetic.start : round.arithmetic.add)(sum, block.pairs, bytes);
+      (slot == 0 ? round.arithmetic.start : round.arithmetic.add)(sum, block.bytes, bytes);
     }
-    round.arithmetic.round(sum, block.pairs, bytes);
+    round.arithmetic.round(sum, block.bytes, bytes);
     OrderPhases();
     for (int peer = 0; peer < round.tp(); ++peer) {
-      Store(mailbox.gather(peer, round.generation, chunk), block, chunks);
+      StoreShared(mailbox.gather(peer, round.generation, chunk), block.bytes, bytes);
     }
     for (int slot = 0; slot < round.tp(); ++slot) {
       Rearm(mailbox.recv(round.rank, round.generation, slot, chunk - first), chunks, mailbox.sentinel());
@@ -177,12 +162,12 @@ bool Reduce(const Round& round) {
 bool Collect(const Round& round) {
   return ForEachBlock(0, round.chunks(), [&](int64_t chunk, int64_t chunks) {
     Mailbox& mailbox = round.mailbox;
-    uint64_t* from = mailbox.gather(round.rank, round.generation, chunk);
+    std::byte* from = mailbox.gather(round.rank, round.generation, chunk);
     Block block;
     if (!Await(round, Phase::kCollect, from, chunk, chunks, block)) return false;
     OrderPhases();
     const int64_t bytes = std::min(chunks * kChunkBytes, round.bytes - chunk * kChunkBytes);
-    std::memcpy(round.out + chunk * kChunkBytes, block.pairs, bytes);
+    std::memcpy(round.out + chunk * kChunkBytes, block.bytes, bytes);
     Rearm(from, chunks, mailbox.sentinel());
     return true;
   });

@@ -24,10 +24,10 @@ class Mailbox {
   uint32_t sentinel() const { return sentinel_; }
   size_t bytes() const { return layout_.bytes() * layout_.tp; }
 
-  uint64_t* recv(int rank, int generation, int slot, int64_t chunk) {
+  std::byte* recv(int rank, int generation, int slot, int64_t chunk) {
     return at(rank, layout_.recv_offset(generation, slot, chunk));
   }
-  uint64_t* gather(int rank, int generation, int64_t chunk) {
+  std::byte* gather(int rank, int generation, int64_t chunk) {
     return at(rank, layout_.gather_offset(generation, chunk));
   }
   // Rounds that `rank` has finished; only its own thread touches it.
@@ -44,9 +44,7 @@ class Mailbox {
     void operator()(std::byte* memory) const { ::operator delete(memory, std::align_val_t(64)); }
   };
 
-  uint64_t* at(int rank, int64_t offset) {
-    return reinterpret_cast<uint64_t*>(memory_.get() + rank * layout_.bytes() + offset);
-  }
+  std::byte* at(int rank, int64_t offset) { return memory_.get() + rank * layout_.bytes() + offset; }
 
   Layout layout_;
   uint32_t sentinel_;

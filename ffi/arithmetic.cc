@@ -2,17 +2,12 @@
 
 #include <cstring>
 
+#include "clones.h"
+
 #if defined(__x86_64__)
 #include <xmmintrin.h>
 #endif
 
-// One clone of each loop an instruction set, chosen by the loader. Not under ThreadSanitizer, which cannot run the
-// resolvers, nor without glibc, which has none.
-#if defined(__x86_64__) && defined(__GLIBC__) && !defined(__SANITIZE_THREAD__) && !defined(JAX_TWOSHOT_NO_CLONES)
-#define CLONES __attribute__((target_clones("avx512f", "avx2", "default")))
-#else
-#define CLONES
-#endif
 #define INLINE inline __attribute__((always_inline))
 
 namespace jax_twoshot {
@@ -117,10 +112,10 @@ INLINE void Round(const float* __restrict acc, void* __restrict block, int64_t b
 
 // A function's clones cannot be template instances, so each format gets its four by name.
 #define DEFINE_ARITHMETIC(F)                                                                              \
-  CLONES static void F##MakePublishable(void* block, int64_t bytes) { MakePublishable<F>(block, bytes); } \
-  CLONES static void F##Start(float* acc, const void* block, int64_t bytes) { Start<F>(acc, block, bytes); } \
-  CLONES static void F##Add(float* acc, const void* block, int64_t bytes) { Add<F>(acc, block, bytes); }   \
-  CLONES static void F##Round(const float* acc, void* block, int64_t bytes) { Round<F>(acc, block, bytes); } \
+  JAX_TWOSHOT_CLONES static void F##MakePublishable(void* block, int64_t bytes) { MakePublishable<F>(block, bytes); } \
+  JAX_TWOSHOT_CLONES static void F##Start(float* acc, const void* block, int64_t bytes) { Start<F>(acc, block, bytes); } \
+  JAX_TWOSHOT_CLONES static void F##Add(float* acc, const void* block, int64_t bytes) { Add<F>(acc, block, bytes); }   \
+  JAX_TWOSHOT_CLONES static void F##Round(const float* acc, void* block, int64_t bytes) { Round<F>(acc, block, bytes); } \
   const Arithmetic k##F##Arithmetic{F::kFormat, F##MakePublishable, F##Start, F##Add, F##Round};
 
 DEFINE_ARITHMETIC(BFloat16)
