@@ -4,6 +4,7 @@
 #define JAX_TWOSHOT_ALL_REDUCE_CPU_H_
 
 #include <atomic>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -52,28 +53,78 @@ class Mailbox {
   std::vector<Epoch> epochs_;
 };
 
-enum class Phase { kReduce, kCollect };
+enum class Phase { kPush, kReduce, kCollect };
 
 // A wait that is taking long, or took too long.
 struct Wait {
   Phase phase;
   int generation;
-  int64_t chunk;      // of the message: the first one of the block that has not come
-  uint64_t missing;   // bit r: rank r is waited for
-  double seconds;     // waited so far
-  bool abandoned;     // ended because another rank gave up first
+  int64_t chunk;     // of the message: the first one of the block that has not come
+  uint64_t missing;  // bit r: rank r is waited for
+  double seconds;    // waited so far
+  bool abandoned;    // ended because another rank gave up first
 };
 
 struct WaitPolicy {
-  double timeout_seconds;                     // 0: for ever
-  std::function<void(const Wait&)> on_slow;   // called once a call, at a tenth of the timeout
+  double timeout_seconds;                    // 0: for ever
+  std::function<void(const Wait&)> on_slow;  // called once a call, at a tenth of the timeout
   std::function<void(const Wait&)> on_failure;
 };
 
-// Sums `bytes` bytes at `x` over the ranks of `mailbox` into `out`: the call of one rank, in as many rounds as it
-// takes. Returns false, after `on_failure`, when a peer did not come in time; `out` is then incomplete.
-bool AllReduce(Mailbox& mailbox, int rank, const Arithmetic& arithmetic, const void* x, void* out, int64_t bytes,
-               const WaitPolicy& policy);
+enum class Progress {
+  kDone,
+  kBlocked,  // a peer has not come yet
+  kFailed,   // a peer did not come in time, or gave up; `on_failure` was called
+};
+
+// The call of one rank: sums `bytes` bytes at `x` over the ranks of `mailbox` into `out`, in as many rounds as it
+// takes.
+class Call {
+ public:
+  Call(Mailbox& mailbox, int rank, const Arithmetic& arithmetic, const void* x, void* out, int64_t bytes,
+       WaitPolicy policy);
+
+  // Goes on from where it stopped, on whatever thread, and waits for peers up to `patience_seconds` at a stretch.
+  Progress Advance(double patience_seconds);
+
+ private:
+  using Clock = std::chrono::steady_clock;
+
+  int tp() const { return mailbox_.layout().tp; }
+  uint32_t sentinel() const { return mailbox_.sentinel(); }
+  int64_t round_bytes() const;
+  int64_t chunks() const { return CeilDiv(round_bytes(), kChunkBytes); }
+  // Chunks [first_owned, end_owned) of the round are `owner`'s.
+  int64_t first_owned(int owner) const;
+  int64_t end_owned(int owner) const { return first_owned(owner + 1); }
+
+  void Push();
+  Progress Reduce();
+  Progress Collect();
+
+  Progress Await(const std::byte* from, int64_t chunk, int64_t chunks, std::byte* block);
+  Progress Blocked(int64_t chunk, int64_t chunks);
+  uint64_t MissingRanks(int64_t chunk, int64_t chunks) const;
+
+  Mailbox& mailbox_;
+  const int rank_;
+  const Arithmetic& arithmetic_;
+  const std::byte* const x_;
+  std::byte* const out_;
+  const int64_t bytes_;
+  const WaitPolicy policy_;
+
+  // Where the call is: byte `round_` of the message begins the round; `chunk_` is the phase's next chunk in it.
+  int64_t round_ = 0;
+  int generation_ = 0;
+  Phase phase_ = Phase::kPush;
+  int64_t chunk_ = 0;
+
+  double patience_seconds_ = 0;
+  Clock::time_point blocked_since_;  // the wait for the present block, over all calls of Advance
+  bool blocked_ = false;
+  bool warned_ = false;
+};
 
 }  // namespace jax_twoshot
 

@@ -55,11 +55,7 @@ StatusRecord Read(const StatusRecord& status) {
 
 CudaWorkspace::CudaWorkspace(int64_t id, std::string axes, Layout layout, int ranks_on_device, int sm_count,
                              const std::vector<Cubin>& cubins, const std::vector<RankBuffers>& ranks)
-    : id_(id),
-      axes_(std::move(axes)),
-      layout_(layout),
-      ranks_on_device_(ranks_on_device),
-      sm_count_(sm_count) {
+    : id_(id), axes_(std::move(axes)), layout_(layout), ranks_on_device_(ranks_on_device), sm_count_(sm_count) {
   try {
     for (const RankBuffers& buffers : ranks) {
       Device& device = devices_[buffers.ordinal];
@@ -85,8 +81,9 @@ void CudaWorkspace::Prepare(Device& device, const std::vector<Cubin>& cubins) {
   driver.Check(driver.cuMemsetD32(device.control, 0, kControlBytes / kWordBytes), "clearing the control block");
   driver.Check(driver.cuMemcpyHtoD(device.control + kControlBytes, peers.data(), peer_bytes), "writing the peers");
   void* status = nullptr;
-  driver.Check(driver.cuMemHostAlloc(&status, sizeof(StatusRecord), CU_MEMHOSTALLOC_PORTABLE | CU_MEMHOSTALLOC_DEVICEMAP),
-               "allocating the status record");
+  driver.Check(
+      driver.cuMemHostAlloc(&status, sizeof(StatusRecord), CU_MEMHOSTALLOC_PORTABLE | CU_MEMHOSTALLOC_DEVICEMAP),
+      "allocating the status record");
   device.status = static_cast<StatusRecord*>(status);
   std::memset(device.status, 0, sizeof(StatusRecord));
   for (const Cubin& cubin : cubins) {
@@ -119,9 +116,8 @@ void CudaWorkspace::Release(Device& device) {
 }
 
 std::string CudaWorkspace::Describe(const Device& device, const StatusRecord& status) const {
-  return DescribeWait({axes_, device.buffers.rank, layout_.tp,
-                       uint64_t{status.missing[1]} << 32 | status.missing[0], status.phase == 1, status.generation,
-                       status.chunk}) +
+  return DescribeWait({axes_, device.buffers.rank, layout_.tp, uint64_t{status.missing[1]} << 32 | status.missing[0],
+                       status.phase == 1, status.generation, status.chunk}) +
          ", round " + std::to_string(status.calls) + " of workspace " + std::to_string(id_);
 }
 
@@ -149,8 +145,8 @@ std::vector<std::string> CudaWorkspace::SlowWaits() {
   return texts;
 }
 
-std::optional<std::string> CudaWorkspace::Launch(int ordinal, CUstream stream, const std::string& format,
-                                                 const void* x, void* out, int64_t bytes, double timeout_seconds) {
+std::optional<std::string> CudaWorkspace::Launch(int ordinal, CUstream stream, const std::string& format, const void* x,
+                                                 void* out, int64_t bytes, double timeout_seconds) {
   const auto found = devices_.find(ordinal);
   if (found == devices_.end()) {
     return "device " + std::to_string(ordinal) +
@@ -182,8 +178,7 @@ std::optional<std::string> CudaWorkspace::Launch(int ordinal, CUstream stream, c
     attribute.id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
     attribute.value.programmaticStreamSerializationAllowed = 1;
     CUlaunchConfig config{};
-    config.gridDimX = static_cast<unsigned>(
-        Grid(CeilDiv(left, kChunkBytes), ranks_on_device_, sm_count_));
+    config.gridDimX = static_cast<unsigned>(Grid(CeilDiv(left, kChunkBytes), ranks_on_device_, sm_count_));
     config.gridDimY = config.gridDimZ = 1;
     config.blockDimX = kThreads;
     config.blockDimY = config.blockDimZ = 1;
@@ -246,20 +241,21 @@ const char* FormatName(ffi::DataType type) {
 }
 
 ffi::ErrorOr<std::unique_ptr<LaunchSite>> Instantiate(int64_t workspace_id, int64_t tp, int64_t slot_chunks,
-                                                      std::string_view axes) {
+                                                      std::string_view axes, std::string_view) {
   std::shared_ptr<CudaWorkspace> workspace = CudaWorkspace::Find(workspace_id);
   if (workspace == nullptr || workspace->layout().tp != tp || workspace->layout().slot_chunks != slot_chunks) {
-    return ffi::Unexpected(ffi::Error(
-        ffi::ErrorCode::kFailedPrecondition,
-        "jax_twoshot.all_reduce over " + std::string(axes) + ": this program was compiled for workspace " +
-            std::to_string(workspace_id) +
-            ", which is not open in this process; make the same workspaces in the same order as where it was compiled"));
+    return ffi::Unexpected(ffi::Error(ffi::ErrorCode::kFailedPrecondition,
+                                      "jax_twoshot.all_reduce over " + std::string(axes) +
+                                          ": this program was compiled for workspace " + std::to_string(workspace_id) +
+                                          ", which is not open in this process; make the same workspaces in the same "
+                                          "order as where it was compiled"));
   }
   return std::make_unique<LaunchSite>(LaunchSite{std::move(workspace)});
 }
 
-ffi::Error Execute(CUstream stream, int32_t ordinal, LaunchSite* site, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> out,
-                   int64_t, int64_t, int64_t, std::string_view axes) {
+ffi::Error Execute(CUstream stream, int32_t ordinal, LaunchSite* site, ffi::AnyBuffer x,
+                   ffi::Result<ffi::AnyBuffer> out, int64_t, int64_t, int64_t, std::string_view axes,
+                   std::string_view) {
   handler_calls.fetch_add(1, std::memory_order_relaxed);
   CudaWorkspace& workspace = *site->workspace;
   if (std::optional<std::string> failure = workspace.Failure()) {
@@ -280,7 +276,8 @@ JAX_TWOSHOT_DEFINE_STATEFUL_HANDLER(JaxTwoshotCudaInstantiate, LaunchSite, "jax_
                                         .Attr<int64_t>("workspace")
                                         .Attr<int64_t>("tp")
                                         .Attr<int64_t>("slot_chunks")
-                                        .Attr<std::string_view>("axes"));
+                                        .Attr<std::string_view>("axes")
+                                        .Attr<std::string_view>("version"));
 
 // XLA may record the launch into a command buffer and replay it without calling the handler again.
 JAX_TWOSHOT_DEFINE_STATEFUL_HANDLER(JaxTwoshotCudaExecute, LaunchSite, "jax_twoshot_launch_site", Execute,
@@ -293,7 +290,8 @@ JAX_TWOSHOT_DEFINE_STATEFUL_HANDLER(JaxTwoshotCudaExecute, LaunchSite, "jax_twos
                                         .Attr<int64_t>("workspace")
                                         .Attr<int64_t>("tp")
                                         .Attr<int64_t>("slot_chunks")
-                                        .Attr<std::string_view>("axes"),
+                                        .Attr<std::string_view>("axes")
+                                        .Attr<std::string_view>("version"),
                                     {ffi::Traits::kCmdBufferCompatible});
 
 }  // namespace jax_twoshot

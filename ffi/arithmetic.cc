@@ -111,11 +111,15 @@ INLINE void Round(const float* __restrict acc, void* __restrict block, int64_t b
 }  // namespace
 
 // A function's clones cannot be template instances, so each format gets its four by name.
-#define DEFINE_ARITHMETIC(F)                                                                              \
+#define DEFINE_ARITHMETIC(F)                                                                                          \
   JAX_TWOSHOT_CLONES static void F##MakePublishable(void* block, int64_t bytes) { MakePublishable<F>(block, bytes); } \
-  JAX_TWOSHOT_CLONES static void F##Start(float* acc, const void* block, int64_t bytes) { Start<F>(acc, block, bytes); } \
-  JAX_TWOSHOT_CLONES static void F##Add(float* acc, const void* block, int64_t bytes) { Add<F>(acc, block, bytes); }   \
-  JAX_TWOSHOT_CLONES static void F##Round(const float* acc, void* block, int64_t bytes) { Round<F>(acc, block, bytes); } \
+  JAX_TWOSHOT_CLONES static void F##Start(float* acc, const void* block, int64_t bytes) {                             \
+    Start<F>(acc, block, bytes);                                                                                      \
+  }                                                                                                                   \
+  JAX_TWOSHOT_CLONES static void F##Add(float* acc, const void* block, int64_t bytes) { Add<F>(acc, block, bytes); }  \
+  JAX_TWOSHOT_CLONES static void F##Round(const float* acc, void* block, int64_t bytes) {                             \
+    Round<F>(acc, block, bytes);                                                                                      \
+  }                                                                                                                   \
   const Arithmetic k##F##Arithmetic{F::kFormat, F##MakePublishable, F##Start, F##Add, F##Round};
 
 DEFINE_ARITHMETIC(BFloat16)

@@ -9,7 +9,8 @@ template <class Function>
 void Find(void* library, const char* symbol, Function& function) {
   function = reinterpret_cast<Function>(dlsym(library, symbol));
   if (function == nullptr) {
-    throw std::runtime_error(std::string("libcuda.so.1 has no ") + symbol + ": install an NVIDIA driver of CUDA 12.4 or newer");
+    throw std::runtime_error(std::string("libcuda.so.1 has no ") + symbol +
+                             ": install an NVIDIA driver of CUDA 12.4 or newer");
   }
 }
 

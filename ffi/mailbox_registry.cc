@@ -31,8 +31,8 @@ std::shared_ptr<Mailbox> MailboxRegistry::Enter(const Meeting& meeting, const La
     return nullptr;
   }
   if (entry.mailbox == nullptr) {
-    const auto spare = std::find_if(pool_.begin(), pool_.end(),
-                                    [&](const auto& mailbox) { return Fits(*mailbox, layout, sentinel); });
+    const auto spare =
+        std::find_if(pool_.begin(), pool_.end(), [&](const auto& mailbox) { return Fits(*mailbox, layout, sentinel); });
     if (spare != pool_.end()) {
       entry.mailbox = std::move(*spare);
       pool_.erase(spare);

@@ -33,8 +33,7 @@ class MailboxRegistry {
 
   // The mailbox of `meeting`, made or taken from the pool for the first rank to come; null, with the reason in
   // `failure`, when a rank of this meeting has given up. Each non-null result is owed one Leave().
-  std::shared_ptr<Mailbox> Enter(const Meeting& meeting, const Layout& layout, uint32_t sentinel,
-                                 std::string* failure);
+  std::shared_ptr<Mailbox> Enter(const Meeting& meeting, const Layout& layout, uint32_t sentinel, std::string* failure);
   void Leave(const Meeting& meeting);
 
   // Records why `meeting` failed, if it is the first failure, and returns the first reason. Ranks that come later

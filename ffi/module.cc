@@ -65,12 +65,10 @@ NB_MODULE(_extension, module) {
              });
   module.def("set_timeout", [](double seconds) { jax_twoshot::timeout_seconds = seconds; });
   module.def("launch_grid", &jax_twoshot::Grid);
-  module.def("cpu_handlers", [] {
-    return Stages(jax_twoshot::JaxTwoshotCpuInstantiate, jax_twoshot::JaxTwoshotCpuExecute);
-  });
-  module.def("cuda_handlers", [] {
-    return Stages(jax_twoshot::JaxTwoshotCudaInstantiate, jax_twoshot::JaxTwoshotCudaExecute);
-  });
+  module.def("cpu_handlers",
+             [] { return Stages(jax_twoshot::JaxTwoshotCpuInstantiate, jax_twoshot::JaxTwoshotCpuExecute); });
+  module.def("cuda_handlers",
+             [] { return Stages(jax_twoshot::JaxTwoshotCudaInstantiate, jax_twoshot::JaxTwoshotCudaExecute); });
 
   // Open, looked at and closed by jax_twoshot/workspace.py.
   nb::class_<jax_twoshot::CudaWorkspace>(module, "CudaWorkspace")
@@ -78,23 +76,23 @@ NB_MODULE(_extension, module) {
       .def("slow_waits", &jax_twoshot::CudaWorkspace::SlowWaits);
   using Cubin = std::tuple<std::string, nb::bytes, std::string, bool>;
   using Rank = std::tuple<int, int, uint64_t, uint64_t, std::vector<uint64_t>>;
-  module.def("open_cuda_workspace", [](int64_t id, std::string axes, int tp, int64_t slot_chunks, int generations,
-                                       int ranks_on_device, int sm_count, const std::vector<Cubin>& cubins,
-                                       const std::vector<Rank>& ranks) {
-    std::vector<jax_twoshot::Cubin> code;
-    for (const auto& [format, bytes, symbol, pdl] : cubins) {
-      code.push_back({format, std::string(bytes.c_str(), bytes.size()), symbol, pdl});
-    }
-    std::vector<jax_twoshot::RankBuffers> buffers;
-    for (const auto& [ordinal, rank, address, multicast, peers] : ranks) {
-      buffers.push_back({ordinal, rank, address, multicast, peers});
-    }
-    const jax_twoshot::Layout layout{tp, slot_chunks, generations};
-    auto workspace = std::make_shared<jax_twoshot::CudaWorkspace>(id, std::move(axes), layout, ranks_on_device,
-                                                                  sm_count, code, buffers);
-    jax_twoshot::CudaWorkspace::Open(workspace);
-    return workspace;
-  });
+  module.def("open_cuda_workspace",
+             [](int64_t id, std::string axes, int tp, int64_t slot_chunks, int generations, int ranks_on_device,
+                int sm_count, const std::vector<Cubin>& cubins, const std::vector<Rank>& ranks) {
+               std::vector<jax_twoshot::Cubin> code;
+               for (const auto& [format, bytes, symbol, pdl] : cubins) {
+                 code.push_back({format, std::string(bytes.c_str(), bytes.size()), symbol, pdl});
+               }
+               std::vector<jax_twoshot::RankBuffers> buffers;
+               for (const auto& [ordinal, rank, address, multicast, peers] : ranks) {
+                 buffers.push_back({ordinal, rank, address, multicast, peers});
+               }
+               const jax_twoshot::Layout layout{tp, slot_chunks, generations};
+               auto workspace = std::make_shared<jax_twoshot::CudaWorkspace>(id, std::move(axes), layout,
+                                                                             ranks_on_device, sm_count, code, buffers);
+               jax_twoshot::CudaWorkspace::Open(workspace);
+               return workspace;
+             });
   module.def("cuda_handler_calls", &jax_twoshot::CudaHandlerCalls);
   module.def("close_cuda_workspace", &jax_twoshot::CudaWorkspace::Close);
   module.def("cuda_workspace_in_use", &jax_twoshot::CudaWorkspace::InUse);

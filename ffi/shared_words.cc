@@ -34,32 +34,47 @@ bool LoadShared(const void* from, void* to, uint32_t sentinel, int64_t bytes) {
 namespace {
 
 constexpr int64_t kLineBytes = 64;
-typedef uint32_t Line __attribute__((vector_size(kLineBytes), aligned(kChunkBytes), may_alias));
-typedef uint32_t Chunk __attribute__((vector_size(kChunkBytes), may_alias));
+typedef uint32_t Line __attribute__((vector_size(kLineBytes)));
+typedef uint32_t Chunk __attribute__((vector_size(kChunkBytes)));
+
+// A vector in memory that is aligned to a chunk only. (A typedef would not do: the attribute of a template argument is
+// dropped.)
+template <class Vector>
+struct __attribute__((packed, aligned(kChunkBytes), may_alias)) InMemory {
+  Vector value;
+};
 
 template <class Vector>
-inline __attribute__((always_inline)) Vector& At(void* base, int64_t offset) {
-  return *reinterpret_cast<Vector*>(static_cast<char*>(base) + offset);
+inline __attribute__((always_inline)) volatile InMemory<Vector>& Shared(void* base, int64_t offset) {
+  return *reinterpret_cast<volatile InMemory<Vector>*>(static_cast<char*>(base) + offset);
 }
 template <class Vector>
-inline __attribute__((always_inline)) const Vector& At(const void* base, int64_t offset) {
-  return *reinterpret_cast<const Vector*>(static_cast<const char*>(base) + offset);
+inline __attribute__((always_inline)) const volatile InMemory<Vector>& Shared(const void* base, int64_t offset) {
+  return *reinterpret_cast<const volatile InMemory<Vector>*>(static_cast<const char*>(base) + offset);
+}
+template <class Vector>
+inline __attribute__((always_inline)) InMemory<Vector>& Own(void* base, int64_t offset) {
+  return *reinterpret_cast<InMemory<Vector>*>(static_cast<char*>(base) + offset);
+}
+template <class Vector>
+inline __attribute__((always_inline)) const InMemory<Vector>& Own(const void* base, int64_t offset) {
+  return *reinterpret_cast<const InMemory<Vector>*>(static_cast<const char*>(base) + offset);
 }
 
 }  // namespace
 
 JAX_TWOSHOT_CLONES void StoreShared(void* to, const void* from, int64_t bytes) {
   int64_t i = 0;
-  for (; i + kLineBytes <= bytes; i += kLineBytes) At<volatile Line>(to, i) = At<Line>(from, i);
-  for (; i < bytes; i += kChunkBytes) At<volatile Chunk>(to, i) = At<Chunk>(from, i);
+  for (; i + kLineBytes <= bytes; i += kLineBytes) Shared<Line>(to, i).value = Own<Line>(from, i).value;
+  for (; i < bytes; i += kChunkBytes) Shared<Chunk>(to, i).value = Own<Chunk>(from, i).value;
 }
 
 JAX_TWOSHOT_CLONES void FillShared(void* to, uint32_t word, int64_t bytes) {
   const Line line = Line{} + word;
   const Chunk chunk = Chunk{} + word;
   int64_t i = 0;
-  for (; i + kLineBytes <= bytes; i += kLineBytes) At<volatile Line>(to, i) = line;
-  for (; i < bytes; i += kChunkBytes) At<volatile Chunk>(to, i) = chunk;
+  for (; i + kLineBytes <= bytes; i += kLineBytes) Shared<Line>(to, i).value = line;
+  for (; i < bytes; i += kChunkBytes) Shared<Chunk>(to, i).value = chunk;
 }
 
 JAX_TWOSHOT_CLONES bool LoadShared(const void* from, void* to, uint32_t sentinel, int64_t bytes) {
@@ -69,14 +84,14 @@ JAX_TWOSHOT_CLONES bool LoadShared(const void* from, void* to, uint32_t sentinel
   Chunk found_chunk{};
   int64_t i = 0;
   for (; i + kLineBytes <= bytes; i += kLineBytes) {
-    const Line line = At<volatile Line>(from, i);
+    const Line line = Shared<Line>(from, i).value;
     found_line |= reinterpret_cast<Line>(line == armed_line);
-    At<Line>(to, i) = line;
+    Own<Line>(to, i).value = line;
   }
   for (; i < bytes; i += kChunkBytes) {
-    const Chunk chunk = At<volatile Chunk>(from, i);
+    const Chunk chunk = Shared<Chunk>(from, i).value;
     found_chunk |= reinterpret_cast<Chunk>(chunk == armed_chunk);
-    At<Chunk>(to, i) = chunk;
+    Own<Chunk>(to, i).value = chunk;
   }
   uint32_t found = 0;
   for (int64_t word = 0; word < kLineBytes / kWordBytes; ++word) found |= found_line[word];

@@ -25,11 +25,11 @@ XLA_FFI_Error* RegisterStateType(const XLA_FFI_Api* api, std::string_view name) 
 }  // namespace jax_twoshot
 
 // Defines the C symbol `fn` of a handler that makes or uses a `State`.
-#define JAX_TWOSHOT_DEFINE_STATEFUL_HANDLER(fn, State, name, impl, ...)                                  \
-  extern "C" XLA_FFI_Error* fn(XLA_FFI_CallFrame* call_frame) {                                          \
+#define JAX_TWOSHOT_DEFINE_STATEFUL_HANDLER(fn, State, name, impl, ...)                                      \
+  extern "C" XLA_FFI_Error* fn(XLA_FFI_CallFrame* call_frame) {                                              \
     if (XLA_FFI_Error* error = ::jax_twoshot::RegisterStateType<State>(call_frame->api, name)) return error; \
-    XLA_FFI_DEFINE_HANDLER(handler, impl, __VA_ARGS__);                                                  \
-    return (*handler)(call_frame);                                                                       \
+    XLA_FFI_DEFINE_HANDLER(handler, impl, __VA_ARGS__);                                                      \
+    return (*handler)(call_frame);                                                                           \
   }
 
 #endif  // JAX_TWOSHOT_TYPED_STATE_H_

@@ -10,6 +10,7 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
+import jax_twoshot
 from jax_twoshot import _compat, _ffi, protocol, workspace
 from jax_twoshot.workspace import Workspace
 
@@ -158,14 +159,14 @@ def _lower_cpu(ctx, x, rank, group, *, axes, tp, workspace, typed):
         return [x]
     if jax.process_count() > 1:
         raise NotImplementedError(
-            f"jax_twoshot.all_reduce over {_axes_text(axes)}: on CPU the ranks are devices of one process, this job has "
-            f"{jax.process_count()} processes; run it in one process with as many devices "
+            f"jax_twoshot.all_reduce over {_axes_text(axes)}: on CPU the ranks are devices of one process, this job "
+            f"has {jax.process_count()} processes; run it in one process with as many devices "
             "(jax.config.update('jax_num_cpu_devices', n)), or use jax.lax.psum"
         )
-    layout = workspace.layout if workspace else protocol.Layout.for_capacity(tp, protocol.CPU_CAPACITY_BYTES)
-    return jax.ffi.ffi_lowering(_ffi.TARGET)(
-        ctx, x, rank, group, tp=np.int64(tp), slot_chunks=np.int64(layout.slot_chunks), axes=_axes_text(axes)
-    )
+    layout = protocol.Layout.for_capacity(tp, protocol.CPU_CAPACITY_BYTES)
+    if workspace and workspace.layout.slot_chunks < layout.slot_chunks:
+        layout = workspace.layout
+    return jax.ffi.ffi_lowering(_ffi.TARGET)(ctx, x, rank, group, **_attributes(axes, layout))
 
 
 def _lower_cuda(ctx, x, rank, group, *, axes, tp, workspace, typed):
@@ -173,26 +174,31 @@ def _lower_cuda(ctx, x, rank, group, *, axes, tp, workspace, typed):
         return [x]
     if workspace is None:
         raise ValueError(
-            f"jax_twoshot.all_reduce over {_axes_text(axes)}: on CUDA it needs a workspace made before the first call, "
-            f"none is open for these axes of this mesh and dtype {ctx.avals_in[0].dtype.name}; make one on every process "
-            "and keep it: ws = jax_twoshot.Workspace(mesh, axis_name, rows=..., width=..., dtype=...)"
+            f"jax_twoshot.all_reduce over {_axes_text(axes)}: on CUDA it needs a workspace made before the first call; "
+            f"none is open for these axes of this mesh and dtype {ctx.avals_in[0].dtype.name}. Make one on every "
+            "process and keep it: ws = jax_twoshot.Workspace(mesh, axis_name, rows=..., width=..., dtype=...)"
         )
     devices = _compat.lowering_devices(ctx)
     if devices is not None and devices != workspace.devices:
         raise ValueError(
-            f"jax_twoshot.all_reduce over {_axes_text(axes)}: the shard_map runs on devices {devices}, the workspace was "
-            f"made for {workspace.devices}; make a Workspace with this mesh"
+            f"jax_twoshot.all_reduce over {_axes_text(axes)}: the shard_map runs on devices {devices}, the workspace "
+            f"was made for {workspace.devices}; make a Workspace with this mesh"
         )
     # The rank and the group are the workspace's to know: only x goes to the kernel.
     ctx = ctx.replace(avals_in=ctx.avals_in[:1])
     return jax.ffi.ffi_lowering(_ffi.TARGET)(
-        ctx,
-        x,
-        workspace=np.int64(workspace.id),
-        tp=np.int64(tp),
-        slot_chunks=np.int64(workspace.layout.slot_chunks),
-        axes=_axes_text(axes),
+        ctx, x, workspace=np.int64(workspace.id), **_attributes(axes, workspace.layout)
     )
+
+
+def _attributes(axes: tuple[str, ...], layout: protocol.Layout) -> dict[str, Any]:
+    """What the handlers of both platforms read; the version keeps a program cached on disk to the library it is for."""
+    return {
+        "tp": np.int64(layout.tp),
+        "slot_chunks": np.int64(layout.slot_chunks),
+        "axes": _axes_text(axes),
+        "version": jax_twoshot.__version__,
+    }
 
 
 def _is_identity(ctx, tp: int) -> bool:

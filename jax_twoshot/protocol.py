@@ -48,7 +48,9 @@ GENERATIONS_DEFERRED = 3
 """Copies of the buffers when the next call re-arms it."""
 
 CPU_CAPACITY_BYTES = 1 << 17
-"""Bytes of a message per round on CPU without a workspace: 8 ranks' buffers of this size stay in a cache."""
+"""Most bytes of a message that a round carries on CPU: larger buffers do not stay in a cache, and are no faster."""
+MAX_ROUND_ELEMENTS = (1 << 31) - 8
+"""Most elements that a round carries on CUDA: the kernel counts them in 32 bits."""
 
 
 def ceil_div(a: int, b: int) -> int:

@@ -41,7 +41,7 @@ class Handle:
 class Workspace:
     """Buffers for the all-reduces over ``axis_names`` of ``mesh``.
 
-    Collective: every process of the mesh makes it, in the same order. On CPU it is optional; there it only sets how
+    Collective: every process of the mesh makes it, in the same order. On CPU it is optional; there it only limits how
     much one round carries, and the buffers belong to the call (XLA:CPU may run several at once).
 
     ``with workspace:`` and :meth:`close` end it: no new call may use it, compiled programs keep what they need.
@@ -96,8 +96,14 @@ class Workspace:
             protocol.Layout.for_capacity(max(tp, protocol.MIN_RANKS), self.rows * self.width * self.format.itemsize),
             tuple(device.id for device in mesh.devices.flat),
         )
+        cuda = tp > 1 and mesh.devices.flat[0].platform == "gpu"
+        if cuda and self.rows * self.width > protocol.MAX_ROUND_ELEMENTS:
+            raise ValueError(
+                f"Workspace: rows * width must be at most {protocol.MAX_ROUND_ELEMENTS} elements, got {rows} * {width}"
+                "; a larger message takes several rounds by itself"
+            )
         self._closed = False
-        self._cuda = _CudaBuffers(self) if tp > 1 and mesh.devices.flat[0].platform == "gpu" else None
+        self._cuda = _CudaBuffers(self) if cuda else None
         _open[self.handle.id] = self
 
     @property

@@ -101,7 +101,8 @@ def reduce(buffers: Buffers, index: Int32, watch: Watch) -> None:
     ranks = range(buffers.tp)
     slots = [buffers.base + buffers.recv_offset(buffers.generation, rank, Int64(index)) for rank in ranks]
     chunk = buffers.rank * buffers.owned + index
-    total, complete = None, Boolean(True)
+    total: list[Float32] = []
+    complete = Boolean(True)
     for first in range_constexpr(0, buffers.tp, SLOTS_AT_ONCE):
         batch = ranks[first : first + SLOTS_AT_ONCE]
         masks = [Uint32(1 << rank) for rank in batch]
@@ -266,11 +267,11 @@ def not_a_number(format: Format) -> Chunk:
     return pack([Uint32(format.nan)] * format.chunk, format)
 
 
-def add_in_order(total: list[Float32] | None, chunks: list[Chunk], format: Format) -> list[Float32]:
-    """Adds chunks, one after the other, to ``total``, or to the first of them (R3)."""
+def add_in_order(total: list[Float32], chunks: list[Chunk], format: Format) -> list[Float32]:
+    """Adds chunks, one after the other, to ``total``, or to the first of them if there is none yet (R3)."""
     for chunk in chunks:
         part = widen(chunk, format)
-        total = part if total is None else [a + b for a, b in zip(total, part, strict=True)]
+        total = [a + b for a, b in zip(total, part, strict=True)] if total else part
     return total
 
 

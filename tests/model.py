@@ -1,0 +1,204 @@
+"""The protocol of two ranks as a finite machine, and a breadth-first search over everything that can happen.
+
+A **rank** runs its calls one after another. A **call** is a set of atomic steps (one store, or one successful
+poll each) with an order between them, and the next call starts when all are done, as a kernel launch or a CPU
+handler does. Two orders are searched:
+
+    in order    every step after the one before it: a CPU thread
+    relaxed     only what the data forces (a sum is stored after its slots were polled, a place is re-armed
+                after it was polled): the CTAs of one launch and their unordered stores
+
+**Memory** is one cell per place of recv and gather. A cell holds ``ARMED`` or the number of the call whose
+data it is; a sum is numbered by the call that made it. So old data in a new call is seen, whatever its value.
+
+A message is 0, 1 or 2 chunks; rank o owns chunk o. The faults that the search looks for:
+
+    live    a store over a cell that is not armed: somebody's data is gone
+    stale   a poll that returned another call's data
+    stuck   not every call is done, and no rank can take a step
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+RANKS = (0, 1)
+ARMED = -1
+
+Fault = Literal["live", "stale", "stuck"]
+
+
+class Cell(NamedTuple):
+    """One chunk of ``rank``'s buffers: slot ``place`` of its recv, or chunk ``place`` of its gather."""
+
+    rank: int
+    buffer: Literal["recv", "gather"]
+    generation: int
+    place: int
+
+
+class Step(NamedTuple):
+    """One atomic action. ``after`` are the positions, in the call's list, of the steps that must be done."""
+
+    action: Literal["store", "poll", "rearm"]
+    cell: Cell
+    after: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """A variant of the protocol, and what two ranks do with it.
+
+    Attributes:
+      generations: copies of the buffers, used in turn.
+      messages: chunks of each call's message.
+      deferred: a call re-arms what the call before it has read, not what it reads itself.
+      empty_advances: a call without elements moves on to the next generation.
+      in_order: the steps of a call happen in the order of its list.
+    """
+
+    generations: int
+    messages: tuple[int, ...] = (2, 2, 2, 2)
+    deferred: bool = False
+    empty_advances: bool = False
+    in_order: bool = True
+
+    def generation(self, call: int) -> int:
+        before = self.messages[:call]
+        return sum(chunks > 0 or self.empty_advances for chunks in before) % self.generations
+
+    def reads(self, rank: int, call: int) -> list[Cell]:
+        """What ``rank`` polls in ``call``, hence what it must re-arm: its slots, then its gather."""
+        chunks, generation = self.messages[call], self.generation(call)
+        slots = [Cell(rank, "recv", generation, slot) for slot in RANKS if rank < chunks]
+        return slots + [Cell(rank, "gather", generation, chunk) for chunk in range(chunks)]
+
+    def steps(self, rank: int, call: int) -> list[Step]:
+        """Push, reduce, collect, and the re-arms of one call of one rank; an empty call has no steps (R4)."""
+        chunks, generation = self.messages[call], self.generation(call)
+        if chunks == 0:
+            return []
+        steps = [Step("store", Cell(owner, "recv", generation, rank)) for owner in range(chunks)]
+
+        slots = [cell for cell in self.reads(rank, call) if cell.buffer == "recv"]
+        polls = tuple(len(steps) + i for i in range(len(slots)))
+        steps += [Step("poll", slot) for slot in slots]
+        if slots:
+            steps += [Step("store", Cell(peer, "gather", generation, rank), after=polls) for peer in RANKS]
+        if not self.deferred:
+            steps += [Step("rearm", slot, after=polls) for slot in slots]
+
+        for chunk in range(chunks):
+            cell = Cell(rank, "gather", generation, chunk)
+            steps.append(Step("poll", cell))
+            if not self.deferred:
+                steps.append(Step("rearm", cell, after=(len(steps) - 1,)))
+
+        if self.deferred:
+            earlier = [before for before in range(call) if self.messages[before] > 0]
+            steps += [Step("rearm", cell) for dirty in earlier[-1:] for cell in self.reads(rank, dirty)]
+        if self.in_order:
+            steps = [step._replace(after=tuple(range(i))) for i, step in enumerate(steps)]
+        return steps
+
+
+class RankState(NamedTuple):
+    """Which call a rank is in, and which of its steps are done (a bit each)."""
+
+    call: int
+    done: int
+
+
+class State(NamedTuple):
+    ranks: tuple[RankState, ...]
+    memory: frozenset[tuple[Cell, int]]
+    """The cells that are not armed, and the call whose data each holds."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a search found: how many states, and the shortest way to each kind of fault."""
+
+    states: int
+    faults: dict[Fault, list[str]]
+
+
+class Move(NamedTuple):
+    text: str
+    state: State
+    fault: Fault | None
+
+
+def moves(programs: list[list[list[Step]]], state: State) -> Iterator[Move]:
+    """Every step that some rank can take next. A poll of an armed cell is no step: it tries again."""
+    memory = dict(state.memory)
+    for rank, (call, done) in enumerate(state.ranks):
+        if call == len(programs[rank]):
+            continue
+        steps = programs[rank][call]
+        for i, (action, cell, after) in enumerate(steps):
+            held = memory.get(cell, ARMED)
+            if done >> i & 1 or not all(done >> j & 1 for j in after) or (action == "poll" and held == ARMED):
+                continue
+            fault: Fault | None = None
+            changed = memory
+            if action == "store":
+                fault = "live" if held != ARMED else None
+                changed = memory | {cell: call}
+            elif action == "poll":
+                fault = "stale" if held != call else None
+            else:
+                changed = {c: data for c, data in memory.items() if c != cell}
+            ranks = list(state.ranks)
+            ranks[rank] = next_call(programs[rank], RankState(call, done | 1 << i))
+            where = f"rank {cell.rank}'s {cell.buffer}[{cell.generation}, {cell.place}]"
+            text = f"rank {rank}, call {call}: {action} {where}"
+            yield Move(text, State(tuple(ranks), frozenset(changed.items())), fault)
+
+
+def next_call(program: list[list[Step]], rank: RankState) -> RankState:
+    """The same state, past every call that has no step left to do (an empty call has none at all)."""
+    call, done = rank
+    while call < len(program) and done == (1 << len(program[call])) - 1:
+        call, done = call + 1, 0
+    return RankState(call, done)
+
+
+def search(protocol: Protocol) -> Result:
+    """Visits every reachable state. A fault does not end the search: its consequences are found too."""
+    calls = range(len(protocol.messages))
+    programs = [[protocol.steps(rank, call) for call in calls] for rank in RANKS]
+    first = State(tuple(next_call(program, RankState(0, 0)) for program in programs), frozenset())
+    came_from: dict[State, tuple[State, str] | None] = {first: None}
+    faults: dict[Fault, list[str]] = {}
+    queue = deque([first])
+    while queue:
+        state = queue.popleft()
+        stuck = True
+        for text, after, fault in moves(programs, state):
+            stuck = False
+            if fault is not None and fault not in faults:
+                faults[fault] = [*path(came_from, state), text]
+            if after not in came_from:
+                came_from[after] = (state, text)
+                queue.append(after)
+        if stuck and any(rank.call < len(calls) for rank in state.ranks) and "stuck" not in faults:
+            faults["stuck"] = path(came_from, state)
+    return Result(len(came_from), faults)
+
+
+def path(came_from: dict[State, tuple[State, str] | None], state: State) -> list[str]:
+    """The steps that led from the first state to ``state``."""
+    texts = []
+    while (step := came_from[state]) is not None:
+        state, text = step
+        texts.append(text)
+    return texts[::-1]
+
+
+def explain(faults: dict[Fault, list[str]]) -> str:
+    """The shortest way to each fault, for a failed assertion's message."""
+    return "".join(f"\n{kind}:\n  " + "\n  ".join(steps) for kind, steps in faults.items())

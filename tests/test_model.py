@@ -1,0 +1,106 @@
+"""How many generations the protocol needs: `docs/design.md`, "How many generations", by exhaustive search."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import product
+
+import pytest
+from model import Protocol, Step, explain, search
+
+from jax_twoshot import protocol
+
+CTA_MESSAGES = (2, 1, 2, 1)
+"""The relaxed order has too many interleavings of four deferred calls of two chunks to visit in a test."""
+
+
+@pytest.mark.parametrize(
+    ("variant", "states"),
+    [
+        pytest.param(Protocol(2), 560, id="immediate-thread"),
+        pytest.param(Protocol(2, in_order=False), 22143, id="immediate-ctas"),
+        pytest.param(Protocol(3, deferred=True), 416, id="deferred-thread"),
+        pytest.param(Protocol(3, CTA_MESSAGES, deferred=True, in_order=False), 17952, id="deferred-ctas"),
+        pytest.param(Protocol(2, (2, 0, 2, 2)), 412, id="empty-call-stays-thread"),
+        pytest.param(Protocol(2, (2, 0, 2, 2), in_order=False), 16490, id="empty-call-stays-ctas"),
+    ],
+)
+def test_holds(variant: Protocol, states: int) -> None:
+    result = search(variant)
+    assert not result.faults, explain(result.faults)
+    assert result.states == states
+
+
+@pytest.mark.parametrize(
+    ("variant", "states"),
+    [
+        pytest.param(Protocol(1), 734, id="1-immediate-thread"),
+        pytest.param(Protocol(1, in_order=False), 23853, id="1-immediate-ctas"),
+        pytest.param(Protocol(2, deferred=True), 496, id="2-deferred-thread"),
+        pytest.param(Protocol(2, CTA_MESSAGES, deferred=True, in_order=False), 21218, id="2-deferred-ctas"),
+        pytest.param(Protocol(2, (2, 0, 2, 2), empty_advances=True), 470, id="empty-advances-thread"),
+        pytest.param(
+            Protocol(2, (2, 0, 2, 2), empty_advances=True, in_order=False), 17060, id="empty-advances-ctas"
+        ),
+    ],
+)
+def test_fails(variant: Protocol, states: int) -> None:
+    """A push lands on a slot that its owner has yet to re-arm, the re-arm wipes it out, all wait for it."""
+    result = search(variant)
+    assert set(result.faults) == {"live", "stuck"}, explain(result.faults)
+    assert result.states == states
+    assert "store" in result.faults["live"][-1] and "recv" in result.faults["live"][-1]
+
+
+def test_constants_are_the_least_that_hold() -> None:
+    for deferred, constant in ((False, protocol.GENERATIONS), (True, protocol.GENERATIONS_DEFERRED)):
+        holds = [n for n in range(1, 5) if not search(Protocol(n, deferred=deferred)).faults]
+        assert holds == list(range(constant, 5))
+
+
+@pytest.mark.parametrize(("generations", "deferred"), [(2, False), (3, True)])
+def test_every_sequence_of_sizes_holds(generations: int, deferred: bool) -> None:
+    """R2 and R4: large, small and empty calls follow each other, and one chunk makes every rank wait."""
+    for messages in product((0, 1, 2), repeat=4):
+        result = search(Protocol(generations, messages, deferred))
+        assert not result.faults, f"{messages}: {explain(result.faults)}"
+
+
+def test_shortest_fault_of_one_generation() -> None:
+    """The sentence of the design, step by step: s sees o's sum, goes on, and pushes before o has re-armed."""
+    assert search(Protocol(1, messages=(1, 1))).faults["live"] == [
+        "rank 0, call 0: store rank 0's recv[0, 0]",
+        "rank 0, call 0: poll rank 0's recv[0, 0]",
+        "rank 1, call 0: store rank 0's recv[0, 1]",
+        "rank 0, call 0: poll rank 0's recv[0, 1]",
+        "rank 0, call 0: store rank 0's gather[0, 0]",
+        "rank 0, call 0: store rank 1's gather[0, 0]",
+        "rank 1, call 0: poll rank 1's gather[0, 0]",
+        "rank 1, call 0: rearm rank 1's gather[0, 0]",
+        "rank 1, call 1: store rank 0's recv[0, 1]",
+    ]
+
+
+def test_states_counted_by_hand() -> None:
+    """One call of one chunk, in order: rank 0 has 9 steps (push, 2 polls, 2 publications, 2 re-arms, collect,
+    re-arm), rank 1 has 3 (push, collect, re-arm). Rank 0 passes its second poll after rank 1's push, rank 1
+    collects after rank 0's fifth step. By rank 1's progress 0, 1, 2, 3 that leaves 3 + 10 + 5 + 5 states."""
+    result = search(Protocol(2, messages=(1,)))
+    assert not result.faults
+    assert result.states == 3 + 10 + 5 + 5
+
+
+def test_only_empty_calls_are_one_state() -> None:
+    assert search(Protocol(2, messages=(0, 0, 0))).states == 1
+
+
+@dataclass(frozen=True)
+class NeverRearms(Protocol):
+    def steps(self, rank: int, call: int) -> list[Step]:
+        kept = [step for step in super().steps(rank, call) if step.action != "rearm"]
+        return [step._replace(after=tuple(range(i))) for i, step in enumerate(kept)]
+
+
+def test_search_sees_stale_data() -> None:
+    """The model can tell old data from new: without re-arms a rank reads what an earlier call left."""
+    assert set(search(NeverRearms(2)).faults) == {"live", "stale"}

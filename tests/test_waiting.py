@@ -1,0 +1,323 @@
+"""Waits: they end, they say who waits for whom, and neither few processors nor many calls make them hang.
+
+What could hang or end a process runs in one of its own, with a hard limit.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import (
+    DTYPES,
+    assert_bitwise,
+    assert_every_rank_has_the_sum,
+    cpu_mesh,
+    integers,
+    on_ranks,
+    run_ok,
+    run_script,
+)
+from jax import lax
+
+import jax_twoshot
+
+SHORT = {"JAX_TWOSHOT_TIMEOUT": "2"}
+
+FAILS = """
+from jax.errors import JaxRuntimeError
+
+def failure(f, *args):
+    "The text of the error that f raises within the deadline and some slack for a loaded machine."
+    start = time.monotonic()
+    try:
+        jax.block_until_ready(f(*args))
+    except JaxRuntimeError as error:
+        assert time.monotonic() - start < 30, "raised, long after the deadline of 2 s"
+        return str(error)
+    raise SystemExit("no error was raised")
+"""
+
+
+class TestBranches:
+    """`lax.cond` and `while_loop` with predicates that differ by rank, and that do not."""
+
+    def test_one_branch_uniform_predicate(self) -> None:
+        def f(go, x):
+            return lax.cond(go, lambda x: jax_twoshot.all_reduce(x, "tp"), lambda x: -x, x)
+
+        parts = integers((8, 8, 288))
+        on_eight = on_ranks(f, cpu_mesh(8))
+        assert_every_rank_has_the_sum(on_eight(np.ones(8, bool), parts), parts)
+        assert_bitwise(on_eight(np.zeros(8, bool), parts), -parts)
+
+    def test_both_branches_uniform_predicate(self) -> None:
+        def f(go, x):
+            double = lambda x: jax_twoshot.all_reduce(2 * x, "tp")  # noqa: E731
+            return lax.cond(go, double, lambda x: jax_twoshot.all_reduce(x, "tp"), x)
+
+        parts = integers((8, 8, 288))
+        on_eight = on_ranks(f, cpu_mesh(8))
+        assert_every_rank_has_the_sum(on_eight(np.zeros(8, bool), parts), parts)
+        assert_every_rank_has_the_sum(on_eight(np.ones(8, bool), parts), 2 * parts)
+
+    def test_while_loop_with_equal_trip_counts(self) -> None:
+        def f(trips, x):
+            body = lambda state: (state[0] - 1, jax_twoshot.all_reduce(state[1], "tp") / 8)  # noqa: E731
+            return lax.while_loop(lambda state: state[0] > 0, body, (trips, x))[1]
+
+        parts = integers((8, 4, 40)) * 8
+        mean = np.broadcast_to(parts.mean(axis=0, keepdims=True), parts.shape)
+        for trips in (1, 2, 7):
+            assert_bitwise(on_ranks(f, cpu_mesh(8))(np.full(8, trips), parts), mean)
+
+    def test_divergent_predicate(self) -> None:
+        """Ranks 0 to 2 call, the others do not: an error that names all of the missing, and life goes on."""
+        run_ok(
+            FAILS
+            + """
+f = sharded(lambda x: lax.cond(lax.axis_index("tp") < 3, reduce, lambda x: x, x))
+text = failure(f, x)
+assert "jax_twoshot.all_reduce" in text and "'tp'" in text and "JAX_TWOSHOT_TIMEOUT" in text, text
+assert "3, 4, 5, 6, 7" in text, text
+assert "lax.cond" in text, text
+check()
+""",
+            SHORT,
+        )
+
+    def test_divergent_predicate_with_a_call_in_each_branch(self) -> None:
+        """Two call sites, half of the ranks at each. Equal sums would hide it, so an error is right."""
+        run_ok(
+            FAILS
+            + """
+f = sharded(lambda x: lax.cond(lax.axis_index("tp") < 4, reduce, lambda x: reduce(2 * x), x))
+text = failure(f, x)
+assert "0, 1, 2, 3" in text or "4, 5, 6, 7" in text, text
+check()
+""",
+            SHORT,
+        )
+
+    def test_while_loop_with_divergent_trip_counts(self) -> None:
+        """Ranks 6 and 7 leave the loop first."""
+        run_ok(
+            FAILS
+            + """
+def loop(x):
+    trips = jnp.where(lax.axis_index("tp") < 6, 3, 2)
+    return lax.while_loop(lambda s: s[0] > 0, lambda s: (s[0] - 1, reduce(s[1])), (trips, x))[1]
+
+text = failure(sharded(loop), x)
+assert "6, 7" in text, text
+check()
+""",
+            SHORT,
+        )
+
+    def test_every_later_call_works(self) -> None:
+        """Failures leave nothing behind: fail, succeed, fail, succeed, on the same shapes and programs."""
+        run_ok(
+            FAILS
+            + """
+bad = sharded(lambda x: lax.cond(lax.axis_index("tp") != 5, reduce, lambda x: x, x))
+good = sharded(reduce)
+for i in range(3):
+    text = failure(bad, x)
+    assert "rank 5" in text, text
+    np.testing.assert_array_equal(good(x + i), np.full(x.shape, 28 + 8 * i, np.float32))
+""",
+            SHORT,
+        )
+
+
+class TestDeadline:
+    """A host callback that sleeps on rank 3 before the call."""
+
+    SLEEPER = """
+def sleep(rank, x):
+    if rank == 3:
+        time.sleep(float(os.environ["SLEEP"]))
+    return x
+
+def late(x):
+    return jax.pure_callback(sleep, jax.ShapeDtypeStruct(x.shape, x.dtype), lax.axis_index("tp"), x)
+
+f = sharded(lambda x: reduce(late(x)))
+"""
+    RIGHT = "np.testing.assert_array_equal(f(x), np.full(x.shape, 28, np.float32))\n"
+
+    def test_shorter_sleep(self) -> None:
+        run_ok(self.SLEEPER + self.RIGHT, {"SLEEP": "1", "JAX_TWOSHOT_TIMEOUT": "60"})
+
+    def test_longer_sleep(self) -> None:
+        run_ok(
+            FAILS
+            + self.SLEEPER
+            + """
+text = failure(f, x)
+assert "rank 3" in text and "JAX_TWOSHOT_TIMEOUT" in text, text
+check()
+""",
+            {"SLEEP": "6", **SHORT},
+        )
+
+    @pytest.mark.parametrize("timeout", ["30", "0"], ids=["raised", "for-ever"])
+    def test_documented_setting(self, timeout: str) -> None:
+        run_ok(self.SLEEPER + self.RIGHT, {"SLEEP": "5", "JAX_TWOSHOT_TIMEOUT": timeout})
+
+    def test_warning_at_a_tenth(self) -> None:
+        """A slow wait that ends well is in the log, with who waits for whom."""
+        done = run_script(self.SLEEPER + self.RIGHT, {"SLEEP": "4", "JAX_TWOSHOT_TIMEOUT": "20"})
+        assert done.returncode == 0, done.stderr
+        warnings = [line for line in done.stderr.splitlines() if "jax_twoshot" in line and "warning" in line]
+        assert warnings and all("rank 3" in line for line in warnings), done.stderr
+
+    @pytest.mark.parametrize("value", ["soon", "-1", ""])
+    def test_setting_that_is_no_number(self, value: str) -> None:
+        done = run_script("check()", {"JAX_TWOSHOT_TIMEOUT": value})
+        assert done.returncode == 1
+        assert "ValueError: JAX_TWOSHOT_TIMEOUT: a number of seconds" in done.stderr
+        assert repr(value) in done.stderr
+
+
+class TestExit:
+    """A process that ends while calls are in flight ends in seconds, with its own exit code."""
+
+    ENDINGS = {
+        "last-line-does-not-wait": ("", 0, ""),
+        "sys-exit": ("sys.exit(3)", 3, ""),
+        "exception": ("raise RuntimeError('mine')", 1, "RuntimeError: mine"),
+        "keyboard-interrupt": ("raise KeyboardInterrupt", 130, "KeyboardInterrupt"),
+    }
+
+    @pytest.mark.parametrize(("last", "code", "text"), ENDINGS.values(), ids=ENDINGS.keys())
+    def test_ends(self, last: str, code: int, text: str) -> None:
+        for _ in range(2):
+            done = run_script(f"y = sharded(reduce)(x)\n{last}\n", timeout=60)
+            assert done.returncode in (code, -2 if code == 130 else code), done.stderr
+            assert text in done.stderr
+            assert text or not done.stderr, done.stderr
+
+    def test_many_calls_in_flight(self) -> None:
+        source = """
+            f = sharded(lambda x: lax.fori_loop(0, 500, lambda _, y: reduce(y) / 8, x))
+            y = f(x)
+        """
+        done = run_script(source, timeout=60)
+        assert (done.returncode, done.stderr) == (0, "")
+
+    def test_fork(self) -> None:
+        """A child forked in the middle of things ends, and the parent goes on."""
+        run_ok("""
+            check()
+            import warnings; warnings.simplefilter("ignore")  # JAX warns of fork
+            y = sharded(reduce)(x)
+            child = os.fork()
+            if child == 0:
+                os._exit(7)
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+            assert (np.asarray(y) == 28).all()
+            check()
+        """)
+
+
+@pytest.mark.skipif(shutil.which("taskset") is None, reason="taskset (util-linux) pins a process to one core")
+def test_eight_devices_on_one_core() -> None:
+    """200 chained calls, and a second program in another thread at the same time."""
+    core = min(os.sched_getaffinity(0))
+    run_ok(
+        """
+        assert len(os.sched_getaffinity(0)) == 1
+        chain = sharded(lambda x: lax.fori_loop(0, 200, lambda _, y: reduce(y) / 8, x))
+        other = sharded(lambda x: reduce(reduce(x)))
+        wrong = []
+
+        def work():
+            for _ in range(20):
+                if not (np.asarray(other(x)) == 224).all():
+                    wrong.append("other")
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        assert (np.asarray(chain(x)) == 3.5).all()
+        thread.join()
+        assert not wrong
+        """,
+        timeout=180,
+        prefix=("taskset", "-c", str(core)),
+    )
+
+
+class TestManyAtOnce:
+    """XLA:CPU has as many pool threads as devices, and a program holds one a device while it runs."""
+
+    def test_independent_calls_of_one_program(self) -> None:
+        """64 calls that do not depend on each other: psum can, so this can."""
+        parts = [integers((8, rows, 288), DTYPES["bfloat16"], seed=rows) for rows in range(1, 65)]
+        on_eight = on_ranks(lambda xs: [jax_twoshot.all_reduce(x, "tp") for x in xs], cpu_mesh(8))
+        for _ in range(10):
+            assert_every_rank_has_the_sum(on_eight(parts), parts)
+
+    def test_independent_calls_that_finish_in_any_order(self) -> None:
+        """Equal shapes and different data: a mailbox found by arrival would mix them up."""
+        parts = [integers((8, 4, 72), seed=seed) for seed in range(12)]
+        on_eight = on_ranks(lambda xs: [jax_twoshot.all_reduce(x, "tp") for x in xs], cpu_mesh(8))
+        for _ in range(100):
+            assert_every_rank_has_the_sum(on_eight(parts), parts)
+
+    def test_overlapping_runs_of_one_program(self) -> None:
+        """Runs that are not waited for, each with its own data; two ranks leave threads for three of them."""
+        on_two = on_ranks(lambda x: jax_twoshot.all_reduce(x, "tp"), cpu_mesh(2))
+        for start in range(0, 60, 3):
+            parts = [integers((2, 4, 72), seed=start + i) for i in range(3)]
+            for result, part in zip([on_two(part) for part in parts], parts, strict=True):
+                assert_every_rank_has_the_sum(result, part)
+
+    def test_starvation_is_an_error(self) -> None:
+        """40 runs in flight may starve each other: each is right or says so, and the process goes on."""
+        run_ok(
+            """
+            from jax.errors import JaxRuntimeError
+            fs = [sharded(lambda x, i=i: reduce(x + i)) for i in range(4)]
+            for i, f in enumerate(fs):
+                jax.block_until_ready(f(x))
+            texts, rights = [], 0
+            for attempt in range(3):
+                runs = [(i % 4, fs[i % 4](x)) for i in range(40)]
+                for i, y in runs:
+                    try:
+                        assert (np.asarray(y) == 28 + 8 * i).all()
+                        rights += 1
+                    except JaxRuntimeError as error:
+                        texts.append(str(error))
+            assert rights + len(texts) == 120
+            for text in texts:
+                assert "jax_twoshot.all_reduce" in text and "JAX_TWOSHOT_TIMEOUT" in text, text
+                assert "runs" in text and "block_until_ready" in text, text
+            check()
+            """,
+            SHORT,
+            timeout=180,
+        )
+
+
+class TestEmpty:
+    """A call without elements touches nothing and moves no epoch."""
+
+    @pytest.mark.parametrize("empty", [(0, 2880), (8, 0)])
+    def test_between_normal_calls_in_a_scan(self, empty: tuple[int, int]) -> None:
+        def step(carry, part):
+            y = jax_twoshot.all_reduce(part, "tp")
+            nothing = jax_twoshot.all_reduce(jnp.zeros(empty, part.dtype) + carry[0, 0], "tp")
+            return y, (y, nothing)
+
+        parts = integers((8, 21, 8, 288), DTYPES["bfloat16"])
+        scan = on_ranks(lambda xs: lax.scan(step, xs[0], xs)[1], cpu_mesh(8))
+        sums, nothing = jax.tree.map(np.asarray, scan(parts))
+        assert nothing.shape == (8, 21, *empty)
+        assert_every_rank_has_the_sum(sums, parts)
