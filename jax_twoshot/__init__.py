@@ -1,22 +1,19 @@
 """Two-shot Lamport all-reduce for tensor-parallel decode in JAX: ``jax_twoshot.all_reduce(x, "tp")``."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from jax_twoshot._api import all_reduce
-    from jax_twoshot.workspace import Workspace
+from typing import NoReturn
 
 __all__ = ["Workspace", "all_reduce"]
 __version__ = "0.1.0"
 
+try:
+    # At once, and not when first used: programs exported or compiled earlier need the handlers that this registers.
+    from jax_twoshot._api import all_reduce
+    from jax_twoshot.workspace import Workspace
+except (ImportError, ValueError) as error:
+    # Raised when first used, so that `python -m jax_twoshot doctor` can run where this fails, and say why.
+    _cause = error
 
-def __getattr__(name: str) -> Any:
-    # Late, so that `python -m jax_twoshot doctor` can say why JAX or the extension does not load.
-    if name not in __all__:
+    def __getattr__(name: str) -> NoReturn:
+        if name in __all__:
+            raise _cause
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from jax_twoshot import _api, workspace
-
-    globals().update(all_reduce=_api.all_reduce, Workspace=workspace.Workspace)
-    return globals()[name]
