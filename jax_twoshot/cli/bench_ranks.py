@@ -41,7 +41,7 @@ from jax_twoshot.cli.gpu_peers import GRAPH, JAX, OURS, Cell, Contender, Peer
 
 STEP_SECONDS = 60
 """Deadline of a step of a worker that has none of its own."""
-START_SECONDS = 90
+START_SECONDS = 150
 """Until the workers of a launch have found each other."""
 GRACE_SECONDS = 5
 """What the other workers get when one has ended."""

@@ -135,6 +135,7 @@ class GraphRun:
 
         if self._graph is None:
             self._graph = self._captured()
+            _barrier()  # no rank spins while another still prepares
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         self._graph.replay()  # takes up how much later the last rank starts
         start.record()
