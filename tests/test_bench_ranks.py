@@ -159,6 +159,38 @@ def test_check_of_a_kernel(monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
         gpu_peers.GraphRun(c, kernel(out), x, out, check=failed).wrong()
 
 
+def test_clock_of_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One replay before the clock starts, then as many as are counted."""
+    torch = pytest.importorskip("torch")
+    log: list[str] = []
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            log.append("record")
+
+        def synchronize(self) -> None:
+            log.append("synchronize")
+
+        def elapsed_time(self, end: Event) -> float:
+            assert isinstance(end, Event)
+            return 7.0  # milliseconds
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(gpu_peers, "_barrier", lambda: log.append("barrier"))
+    run = gpu_peers.GraphRun(
+        cell(calls=7), lambda: None, torch.zeros(1), torch.zeros(1), check=lambda: log.append("check")
+    )
+    monkeypatch.setattr(run, "_captured", lambda: SimpleNamespace(replay=lambda: log.append("replay")))
+    assert run.seconds() == pytest.approx(7e-3 / (10 * 7))
+    replays = ["replay", "record", *["replay"] * gpu_peers.REPLAYS, "record", "synchronize", "check"]
+    assert log == ["barrier", *replays]
+    run.seconds()
+    assert log == ["barrier", *replays * 2], "captured once"
+
+
 def test_floor_is_one_chunk_a_rank() -> None:
     assert (cell(tp=8).one_chunk_each().rows, cell(tp=8).one_chunk_each().width) == (1, 64)
     assert cell(tp=4, dtype="float32").one_chunk_each().bytes == 64
