@@ -112,7 +112,11 @@ def launch(
         last lines. No worker is left running.
       RuntimeError: the MPS daemon did not start.
     """
-    shared = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} if one_gpu else {}
+    # JAX's coordination service warns at every orderly end.
+    shared = {"TF_CPP_MIN_LOG_LEVEL": os.environ.get("TF_CPP_MIN_LOG_LEVEL", "2")}
+    if one_gpu:
+        # Lazily loaded, a kernel of one rank can wait for the kernels of the others, which wait for that rank.
+        shared |= {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "CUDA_MODULE_LOADING": "EAGER"}
     with ExitStack() as stack:
         stack.enter_context(_terminable())
         address = stack.enter_context(_reserved_address())

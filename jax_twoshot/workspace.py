@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 import threading
 import time
 import weakref
@@ -104,6 +105,8 @@ class Workspace:
             )
         self._closed = False
         self._cuda = _CudaBuffers(self) if cuda else None
+        # Also when nobody keeps the workspace: a compiled program may still use the memory.
+        self._release = weakref.finalize(self, self._cuda.close) if self._cuda else None
         _open[self.handle.id] = self
 
     @property
@@ -112,14 +115,14 @@ class Workspace:
         return self._closed
 
     def close(self) -> None:
-        """Lets go of the buffers; calling it again does nothing.
+        """Lets go of the buffers; calling it again does nothing. Dropping the last reference does the same.
 
-        The memory goes back when the last compiled program that uses it is gone, at the latest with the process.
+        The memory goes back soon after the last compiled program that uses it is gone, at the latest with the process.
         """
         self._closed = True
         _open.pop(self.handle.id, None)
-        if self._cuda is not None:
-            self._cuda.close()
+        if self._release is not None:
+            self._release()
 
     def check(self) -> None:
         """Raises what went wrong in calls so far, without waiting for the device; on CPU, the call itself raises.
@@ -127,7 +130,7 @@ class Workspace:
         Raises:
           RuntimeError: a rank did not come in time; the text says which (R9).
         """
-        failure = self._cuda.native.failure() if self._cuda is not None else None
+        failure = self._cuda.failure() if self._cuda is not None else None
         if failure is not None:
             raise RuntimeError(failure)
 
@@ -172,6 +175,7 @@ class _CudaBuffers:
         self.id = workspace.handle.id
         self._format = workspace.format
         self._layout = workspace.handle.layout
+        self.native: Any = None
         self._axes = str(workspace.axis_names[0] if len(workspace.axis_names) == 1 else workspace.axis_names)
         _free_unused()
         self.buffers = symmetric.allocate(
@@ -180,6 +184,13 @@ class _CudaBuffers:
             self._format.sentinel,
             prepare=self._open,
         )
+        shared = len(self.buffers) > 1 or self.buffers[0].ranks_on_device > 1
+        if shared and os.environ.get("CUDA_MODULE_LOADING") != "EAGER":
+            logger.warning(
+                "Workspace: several ranks share a GPU or a process, and CUDA loads kernels lazily: a rank that loads "
+                "one can wait for the kernels of its peers, which wait for it. Set CUDA_MODULE_LOADING=EAGER before "
+                "JAX starts"
+            )
         _start_watching()
 
     def _open(self, buffers: Sequence[SymmetricBuffer]) -> None:
@@ -205,10 +216,20 @@ class _CudaBuffers:
             [(b.device, b.rank, b.address, b.multicast or 0, list(b.peers)) for b in buffers],
         )
 
+    def failure(self) -> str | None:
+        """Why no further call can succeed, or None."""
+        return self.native.failure() if self.native is not None else None
+
+    def slow_waits(self) -> list[str]:
+        """What ranks of this process have been waiting for long for, each wait once."""
+        return self.native.slow_waits() if self.native is not None else []
+
     def close(self) -> None:
-        """Gives the memory back, now or when no compiled program holds it."""
+        """Gives the memory back, now or soon after no compiled program holds it any more."""
+        self.native = None
         _ffi.close_cuda_workspace(self.id)
-        _closing.append((self.id, self.buffers))
+        with _closing_lock:
+            _closing.append((self.id, self.buffers))
         _free_unused()
 
 
@@ -218,15 +239,18 @@ def _capability(device: jax.Device) -> tuple[int, int]:
 
 
 _closing: list[tuple[int, list[SymmetricBuffer]]] = []
+_closing_lock = threading.Lock()
 
 
 def _free_unused() -> None:
     """Unmaps the memory of closed workspaces that no compiled program holds any more."""
-    for entry in list(_closing):
-        if not _ffi.cuda_workspace_in_use(entry[0]):
+    with _closing_lock:
+        unused = [entry for entry in _closing if not _ffi.cuda_workspace_in_use(entry[0])]
+        for entry in unused:
             _closing.remove(entry)
-            for buffer in entry[1]:
-                buffer.close()
+    for _, buffers in unused:
+        for buffer in buffers:
+            buffer.close()
 
 
 _watcher: threading.Thread | None = None
@@ -234,7 +258,8 @@ _WATCH_SECONDS = 0.5
 
 
 def _start_watching() -> None:
-    """Starts the thread that logs slow waits (R9): while a GPU waits, the host mostly waits for the GPU."""
+    """Starts the thread that logs slow waits (R9), since while a GPU waits the host mostly waits for the GPU, and
+    that frees what compiled programs let go of."""
     global _watcher
     if _watcher is None:
         _watcher = threading.Thread(target=_watch, name="jax_twoshot-watch", daemon=True)
@@ -244,10 +269,15 @@ def _start_watching() -> None:
 def _watch() -> None:
     while True:
         time.sleep(_WATCH_SECONDS)
-        for workspace in list(_open.values()):
-            if workspace._cuda is not None:
-                for text in workspace._cuda.native.slow_waits():
-                    logger.warning("%s", text)
+        _log_slow_waits()
+        _free_unused()
+
+
+def _log_slow_waits() -> None:
+    for workspace in list(_open.values()):
+        if workspace._cuda is not None:
+            for text in workspace._cuda.slow_waits():
+                logger.warning("%s", text)
 
 
 _ids = itertools.count()

@@ -1,8 +1,8 @@
 """The command line: ``doctor``, ``selftest``, ``bench``, ``compile``.
 
-Here are the arguments only. Each command is a module of this package, imported when it is called for, with a
-``run(args)`` that returns the exit code: 0 all is well, 1 something is wrong with the library or the machine.
-2 is for wrong arguments.
+Here are the arguments only. Each command is a module of this package (``selftest --ranks`` is ``ranks``), imported
+when it is called for, with a ``run(args)`` that returns the exit code: 0 all is well, 1 something is wrong with the
+library or the machine. 2 is for wrong arguments.
 """
 
 from __future__ import annotations
@@ -32,8 +32,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     parser, commands = _parser()
     args = parser.parse_args(argv)
+    in_processes = args.command == "selftest" and (args.ranks or args.one_gpu)
+    module = "ranks" if in_processes else args.command
     try:
-        return importlib.import_module(f"jax_twoshot.cli.{args.command}").run(args)
+        return importlib.import_module(f"jax_twoshot.cli.{module}").run(args)
     except UsageError as error:
         commands[args.command].error(str(error))
     except BrokenPipeError:  # `... | head` has seen enough
@@ -69,7 +71,15 @@ def _doctor_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _selftest_arguments(parser: argparse.ArgumentParser) -> None:
-    _add_devices(parser)
+    where = parser.add_mutually_exclusive_group()
+    _add_devices(where)
+    where.add_argument(
+        "--ranks",
+        type=_whole_numbers(MIN_RANKS, MAX_RANKS),
+        metavar="N,N,...",
+        help="start so many processes, one a GPU, instead of using the devices of this one",
+    )
+    parser.add_argument("--one-gpu", action="store_true", help="with --ranks: all of them share GPU 0")
     parser.add_argument("--full", action="store_true", help="every shape of the test-suite's grid (minutes)")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
 
@@ -77,7 +87,7 @@ def _selftest_arguments(parser: argparse.ArgumentParser) -> None:
 def _bench_arguments(parser: argparse.ArgumentParser) -> None:
     _add_devices(parser)
     parser.add_argument(
-        "--rows", type=_whole_numbers, default=[1, 4, 16, 64], metavar="N,N,...", help="default 1,4,16,64"
+        "--rows", type=_whole_numbers(1), default=[1, 4, 16, 64], metavar="N,N,...", help="default 1,4,16,64"
     )
     parser.add_argument(
         "--width", type=_whole_number(1), default=7168, metavar="N", help="columns; default 7168"
@@ -110,7 +120,7 @@ def _compile_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="DIR", help="made if need be")
 
 
-def _add_devices(parser: argparse.ArgumentParser) -> None:
+def _add_devices(parser: argparse._ActionsContainer) -> None:
     parser.add_argument(
         "--devices",
         type=_whole_number(MIN_RANKS, MAX_RANKS),
@@ -130,8 +140,9 @@ def _whole_number(least: int, most: int | None = None) -> Callable[[str], int]:
     return parse
 
 
-def _whole_numbers(text: str) -> list[int]:
-    return sorted({_whole_number(1)(part.strip()) for part in text.split(",")})
+def _whole_numbers(least: int, most: int | None = None) -> Callable[[str], list[int]]:
+    parse = _whole_number(least, most)
+    return lambda text: sorted({parse(part.strip()) for part in text.split(",")})
 
 
 def _output_file(text: str) -> Path:

@@ -24,7 +24,7 @@ WAIT_SECONDS = "60"
 
 
 def run(args: argparse.Namespace) -> int:
-    """Launches itself once for each rank, for each number of ranks, and judges what the ranks found."""
+    """Starts this command once for each rank, for one number of ranks after the other, and judges the outcomes."""
     if _launch.launched():
         return _work(args)
     _require_gpus(args)
@@ -49,6 +49,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _require_gpus(args: argparse.Namespace) -> None:
+    if not args.ranks:
+        raise UsageError("argument --one-gpu: it is about --ranks, which is missing, such as --ranks 2,4,8")
     gpus, most = _launch.gpu_count(), max(args.ranks)
     if gpus == 0:
         raise UsageError(
@@ -100,7 +102,8 @@ def merge(todo: Sequence[Case], ranks: Sequence[Sequence[dict[str, Any]]]) -> li
                 sum(part["elements"] for part in parts),
                 sum(part["wrong"] for part in parts),
                 first and _difference(first),
-                error or (None if len(parts) == len(ranks) else f"{case}: only {len(parts)} ranks ran it"),
+                error
+                or (None if len(parts) == len(ranks) else f"{case}: only {len(parts)} of {len(ranks)} ranks ran it"),
             )
         )
     return merged

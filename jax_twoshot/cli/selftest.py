@@ -256,12 +256,16 @@ def _run_case(devices: Sequence[jax.Device], case: Case) -> Outcome:
 def _sums(devices: Sequence[jax.Device], case: Case, parts: list[np.ndarray]) -> list[jax.Array]:
     mesh = Mesh(np.array(devices[: math.prod(case.sizes)]).reshape(case.sizes), case.names)
     sharding = NamedSharding(mesh, P(*case.names))
-    placed = [jax.make_array_from_callback(x.shape, sharding, x.__getitem__) for x in parts]
+    # An empty part is made in the program: the compiler of JAX 0.11 crashes on an empty operand beside others.
+    placed = [jax.make_array_from_callback(x.shape, sharding, x.__getitem__) for x in parts if x.size]
     with jax_twoshot.Workspace(mesh, case.axes, rows=1, width=case.capacity, dtype=case.dtype) as workspace:
         call = _call(case, workspace)
 
         def rank(xs: list[jax.Array]) -> list[jax.Array]:
-            return [call(x.reshape(x.shape[len(case.sizes) :])).reshape(x.shape) for x in xs]
+            given, alone = iter(xs), (1,) * len(case.sizes)
+            mine = [x.shape[len(alone) :] for x in parts]
+            operands = [next(given).reshape(s) if math.prod(s) else jnp.zeros(s, case.dtype) for s in mine]
+            return [call(x).reshape(*alone, *x.shape) for x in operands]
 
         spec = sharding.spec
         program = jax.jit(jax.shard_map(rank, mesh=mesh, in_specs=spec, out_specs=spec))
@@ -317,12 +321,20 @@ def run(args: argparse.Namespace) -> int:
     todo = cases(range(protocol.MIN_RANKS, len(found) + 1), args.full)
     with terminal.Progress(len(todo)) as progress:
         outcomes = run_cases(found, todo, lambda outcome: progress.step(str(outcome.case)))
-    summary = (
-        machine.facts(found)
-        | summarize(outcomes, len(todo))
-        | {"seconds": round(time.monotonic() - start, 1)}
-    )
-    print(json.dumps(summary, indent=1) if args.json else _text(summary, machine.describe(found)))
+    return judge(args, outcomes, len(todo), machine.facts(found), machine.describe(found), start)
+
+
+def judge(
+    args: argparse.Namespace,
+    outcomes: Sequence[Outcome],
+    planned: int,
+    facts: dict[str, Any],
+    described: str,
+    start: float,
+) -> int:
+    """Prints what the outcomes come to; returns the exit code."""
+    summary = facts | summarize(outcomes, planned) | {"seconds": round(time.monotonic() - start, 1)}
+    print(json.dumps(summary, indent=1) if args.json else _text(summary, described))
     if summary["failure"]:
         print(summary["failure"], file=sys.stderr)
     return 0 if summary["ok"] else 1
