@@ -96,6 +96,12 @@ void CudaWorkspace::Prepare(Device& device, const std::vector<Cubin>& cubins) {
     driver.Check(driver.cuLibraryGetKernel(&handle, kernel.library, cubin.symbol.c_str()), what);
     // Brings the code onto the device now: while another rank's kernel spins here, it could not be.
     driver.Check(driver.cuKernelGetFunction(&kernel.function, handle), what);
+    // The kernel needs no shared memory, but its SMs must keep some to give: an SM changes its split of L1 and shared
+    // memory only when it is idle, so a peer's kernel that needs some could not start on an SM where this one waits for
+    // that peer. (Seen: 135 waiting CTAs on 132 SMs, and a peer's reduction in front of its call.)
+    driver.Check(driver.cuFuncSetAttribute(kernel.function, CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT,
+                                           CU_SHAREDMEM_CARVEOUT_MAX_SHARED),
+                 what);
   }
   driver.Check(driver.cuCtxSynchronize(), "setting up the workspace");
 }

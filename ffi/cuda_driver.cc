@@ -40,6 +40,7 @@ CudaDriver Open() {
   Find(library, "cuLibraryUnload", driver.cuLibraryUnload);
   Find(library, "cuLibraryGetKernel", driver.cuLibraryGetKernel);
   Find(library, "cuKernelGetFunction", driver.cuKernelGetFunction);
+  Find(library, "cuFuncSetAttribute", driver.cuFuncSetAttribute);
   Find(library, "cuLaunchKernelEx", driver.cuLaunchKernelEx);
   driver.Check(driver.cuInit(0), "cuInit");
   return driver;

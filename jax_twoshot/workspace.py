@@ -187,8 +187,9 @@ class _CudaBuffers:
         shared = len(self.buffers) > 1 or self.buffers[0].ranks_on_device > 1
         if shared and os.environ.get("CUDA_MODULE_LOADING") != "EAGER":
             logger.warning(
-                "Workspace: several ranks share a GPU or a process, and CUDA loads kernels lazily: a rank that loads one "
-                "can wait for the kernels of its peers, which wait for it. Set CUDA_MODULE_LOADING=EAGER before JAX starts"
+                "Workspace: several ranks share a GPU or a process, and CUDA loads kernels lazily: a rank that loads "
+                "one can wait for the kernels of its peers, which wait for it. Set CUDA_MODULE_LOADING=EAGER before "
+                "JAX starts"
             )
         _start_watching()
 
