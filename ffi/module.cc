@@ -8,6 +8,8 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <stdexcept>
+
 #include "all_reduce_cuda.h"
 #include "cpu_handler.h"
 #include "protocol.h"
@@ -73,7 +75,15 @@ NB_MODULE(_extension, module) {
   // Open, looked at and closed by jax_twoshot/workspace.py.
   nb::class_<jax_twoshot::CudaWorkspace>(module, "CudaWorkspace")
       .def("failure", &jax_twoshot::CudaWorkspace::Failure)
-      .def("slow_waits", &jax_twoshot::CudaWorkspace::SlowWaits);
+      .def("slow_waits", &jax_twoshot::CudaWorkspace::SlowWaits)
+      // For bench.py: the kernel alone, on a stream of the caller's own.
+      .def("launch", [](jax_twoshot::CudaWorkspace& workspace, int ordinal, uint64_t stream, const std::string& format,
+                        uint64_t x, uint64_t out, int64_t bytes) {
+        const auto error = workspace.Launch(ordinal, reinterpret_cast<jax_twoshot::CUstream>(stream), format,
+                                            reinterpret_cast<const void*>(x), reinterpret_cast<void*>(out), bytes,
+                                            jax_twoshot::timeout_seconds);
+        if (error) throw std::runtime_error(*error);
+      });
   using Cubin = std::tuple<std::string, nb::bytes, std::string, bool>;
   using Rank = std::tuple<int, int, uint64_t, uint64_t, std::vector<uint64_t>>;
   module.def("open_cuda_workspace",

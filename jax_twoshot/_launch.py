@@ -17,7 +17,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -93,6 +93,7 @@ def launch(
     grace: float = 30.0,
     env: Mapping[str, str] | None = None,
     echo: bool = True,
+    on_line: Callable[[int, str], None] | None = None,
 ) -> list[dict[str, Any]]:
     """Runs ``argv`` in ``ranks`` processes and returns their summaries, in rank order.
 
@@ -106,6 +107,7 @@ def launch(
       grace: seconds that the others get once one has failed.
       env: what else the workers' environment has.
       echo: print what the workers print, each line with its rank.
+      on_line: what else to do with a rank and a line that it printed, as it comes; each rank has its own thread.
 
     Raises:
       LaunchError: a worker failed, printed no summary, or was still running at ``timeout``; the text has its
@@ -126,7 +128,8 @@ def launch(
         for rank in range(ranks):
             place = {"rank": rank, "ranks": ranks, "address": address, "device": 0 if one_gpu else rank}
             private = {_PLACE: json.dumps(place), "PYTHONUNBUFFERED": "1"}
-            workers.append(_Worker(rank, argv, {**os.environ, **shared, **(env or {}), **private}, echo))
+            environment = {**os.environ, **shared, **(env or {}), **private}
+            workers.append(_Worker(rank, argv, environment, echo, on_line))
         late = _wait(workers, timeout, grace)
     failures = [text for worker in workers if (text := worker.failure(late))]
     summaries = [worker.summary for worker in workers]
@@ -138,9 +141,17 @@ def launch(
 class _Worker:
     """A process, the head of a process group of its own, and what it prints."""
 
-    def __init__(self, rank: int, argv: Sequence[str], environment: Mapping[str, str], echo: bool) -> None:
+    def __init__(
+        self,
+        rank: int,
+        argv: Sequence[str],
+        environment: Mapping[str, str],
+        echo: bool,
+        on_line: Callable[[int, str], None] | None,
+    ) -> None:
         self.rank = rank
         self.echo = echo
+        self.on_line = on_line
         self.lines: list[str] = []
         self.summary: dict[str, Any] | None = None
         self.process = subprocess.Popen(
@@ -171,6 +182,8 @@ class _Worker:
             self.summary = json.loads(line.removeprefix(_SUMMARY))
             return
         self.lines.append(line)
+        if self.on_line:
+            self.on_line(self.rank, line)
         if self.echo:
             print(f"[{self.rank}] {line}", flush=True)
 

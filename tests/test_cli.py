@@ -556,7 +556,7 @@ def test_bench_counts_wrong_sums(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     """Ours in another order of ranks, and a peer that sums nothing."""
 
     def scaled(factor: float) -> Any:
-        return lambda program: bench._compile(program, lambda x: lax.psum(x, "tp") * factor)
+        return lambda program: bench.compile_program(program, lambda x: lax.psum(x, "tp") * factor)
 
     peers = (
         bench.Peer("twoshot", scaled(1.0078125), bitwise=True),

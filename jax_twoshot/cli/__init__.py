@@ -1,6 +1,6 @@
 """The command line: ``doctor``, ``selftest``, ``bench``, ``compile``.
 
-Here are the arguments only. Each command is a module of this package (``selftest --ranks`` is ``ranks``), imported
+Here are the arguments only. Each command is a module of this package (with ``--ranks`` another), imported
 when it is called for, with a ``run(args)`` that returns the exit code: 0 all is well, 1 something is wrong with the
 library or the machine. 2 is for wrong arguments.
 """
@@ -15,6 +15,8 @@ from pathlib import Path
 from jax_twoshot.protocol import FORMATS, MAX_RANKS, MIN_RANKS
 
 PROG = "python -m jax_twoshot"
+IN_PROCESSES = {"selftest": "ranks", "bench": "bench_ranks"}
+"""The modules that run a command with ``--ranks``."""
 
 
 class UsageError(Exception):
@@ -32,8 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     parser, commands = _parser()
     args = parser.parse_args(argv)
-    in_processes = args.command == "selftest" and (args.ranks or args.one_gpu)
-    module = "ranks" if in_processes else args.command
+    in_processes = getattr(args, "ranks", None) or getattr(args, "one_gpu", False)
+    module = IN_PROCESSES[args.command] if in_processes else args.command
     try:
         return importlib.import_module(f"jax_twoshot.cli.{module}").run(args)
     except UsageError as error:
@@ -71,26 +73,22 @@ def _doctor_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _selftest_arguments(parser: argparse.ArgumentParser) -> None:
-    where = parser.add_mutually_exclusive_group()
-    _add_devices(where)
-    where.add_argument(
-        "--ranks",
-        type=_whole_numbers(MIN_RANKS, MAX_RANKS),
-        metavar="N,N,...",
-        help="start so many processes, one a GPU, instead of using the devices of this one",
-    )
-    parser.add_argument("--one-gpu", action="store_true", help="with --ranks: all of them share GPU 0")
+    _add_devices_or_ranks(parser)
     parser.add_argument("--full", action="store_true", help="every shape of the test-suite's grid (minutes)")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
 
 
 def _bench_arguments(parser: argparse.ArgumentParser) -> None:
-    _add_devices(parser)
+    _add_devices_or_ranks(parser)
     parser.add_argument(
         "--rows", type=_whole_numbers(1), default=[1, 4, 16, 64], metavar="N,N,...", help="default 1,4,16,64"
     )
     parser.add_argument(
-        "--width", type=_whole_number(1), default=7168, metavar="N", help="columns; default 7168"
+        "--width",
+        type=_whole_numbers(1),
+        default=[7168],
+        metavar="N,N,...",
+        help="columns; default 7168; several with --ranks only",
     )
     parser.add_argument("--dtype", choices=list(FORMATS), default="bfloat16", help="default bfloat16")
     parser.add_argument(
@@ -102,6 +100,13 @@ def _bench_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--calls", type=_whole_number(1), default=100, metavar="N", help="calls a run; default 100"
+    )
+    parser.add_argument(
+        "--timeout",
+        type=_whole_number(1),
+        default=300,
+        metavar="N",
+        help="seconds for each number of --ranks; default 300",
     )
     parser.add_argument(
         "--json", metavar="PATH", type=_output_file, help="write all samples; - is standard output"
@@ -118,6 +123,18 @@ def _compile_arguments(parser: argparse.ArgumentParser) -> None:
     )
     targets.add_argument("--all", action="store_true", help="every target")
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="DIR", help="made if need be")
+
+
+def _add_devices_or_ranks(parser: argparse.ArgumentParser) -> None:
+    where = parser.add_mutually_exclusive_group()
+    _add_devices(where)
+    where.add_argument(
+        "--ranks",
+        type=_whole_numbers(MIN_RANKS, MAX_RANKS),
+        metavar="N,N,...",
+        help="start so many processes, one a GPU, instead of using the devices of this one",
+    )
+    parser.add_argument("--one-gpu", action="store_true", help="with --ranks: all of them share GPU 0")
 
 
 def _add_devices(parser: argparse._ActionsContainer) -> None:

@@ -105,23 +105,27 @@ def _make_twoshot(program: Program) -> Run:
         program.mesh, "tp", rows=program.rows, width=program.width, dtype=program.dtype
     )
     with workspace:  # the compiled program keeps the buffers that it needs
-        return _compile(program, lambda x: jax_twoshot.all_reduce(x, "tp", workspace=workspace))
+        return compile_program(program, lambda x: jax_twoshot.all_reduce(x, "tp", workspace=workspace))
 
 
 def _make_psum(program: Program) -> Run:
-    return _compile(program, lambda x: lax.psum(x, "tp"))
+    return compile_program(program, lambda x: lax.psum(x, "tp"))
 
 
 PEERS = (Peer("twoshot", _make_twoshot, bitwise=True), Peer("psum", _make_psum, bitwise=False))
 """The first one is ours; the others' times are given as multiples of its."""
 
 
-def _compile(program: Program, all_reduce: Callable[[jax.Array], jax.Array]) -> Run:
+def compile_program(
+    program: Program, all_reduce: Callable[[jax.Array], jax.Array], unroll: bool = False
+) -> Run:
+    """The program with this all-reduce: a loop, or its calls one by one."""
+
     def step(x: jax.Array, _: None) -> tuple[jax.Array, None]:
         return all_reduce(x) * jnp.asarray(program.scale, x.dtype), None
 
     def rank(x: jax.Array) -> jax.Array:
-        return lax.scan(step, x[0], length=program.calls)[0][None]
+        return lax.scan(step, x[0], length=program.calls, unroll=unroll)[0][None]
 
     spec = P("tp")
     sharded = jax.shard_map(rank, mesh=program.mesh, in_specs=spec, out_specs=spec, check_vma=False)
@@ -203,7 +207,7 @@ def measure(
         if isinstance(checked, str) or isinstance(run, str):
             reasons[peer.name] = checked if isinstance(checked, str) else str(run)
             continue
-        wrong = _wrong(program.checked(), checked, peer.bitwise)
+        wrong = count_wrong(program.checked(), checked, peer.bitwise)
         results.append(Measurement(peer.name, program.rows, program.bytes, program.tp, wrong, []))
         runs.append(run)
         on_run(f"{program.rows} rows, {peer.name} checked")
@@ -226,18 +230,19 @@ def _make(peer: Peer, program: Program) -> Run | str:
         return str(error)
 
 
-def _wrong(program: Program, run: Run, bitwise: bool) -> int:
+def count_wrong(program: Program, run: Run, bitwise: bool) -> int:
     """Elements of all ranks of this process that are not what they must be."""
+    shards = jax.block_until_ready(run(program.place(program.parts()))).addressable_shards
     want = program.expected()
-    wrong = 0
-    for shard in jax.block_until_ready(run(program.place(program.parts()))).addressable_shards:
-        got = np.asarray(shard.data)[0]
-        if bitwise:
-            bits = f"u{got.dtype.itemsize}"
-            wrong += int(np.count_nonzero(got.view(bits) != want.view(bits)))
-        else:
-            wrong += int(np.count_nonzero(~_near(got, want, program)))
-    return wrong
+    return sum(wrong_elements(np.asarray(shard.data)[0], want, program, bitwise) for shard in shards)
+
+
+def wrong_elements(got: np.ndarray, want: np.ndarray, program: Program, bitwise: bool) -> int:
+    """How many differ: in any bit, or by more than the program's roundings can make."""
+    if bitwise:
+        bits = f"u{got.dtype.itemsize}"
+        return int(np.count_nonzero(got.view(bits) != want.view(bits)))
+    return int(np.count_nonzero(~_near(got, want, program)))
 
 
 def _near(got: np.ndarray, want: np.ndarray, program: Program) -> np.ndarray:
@@ -254,7 +259,10 @@ def _near(got: np.ndarray, want: np.ndarray, program: Program) -> np.ndarray:
 
 def run(args: argparse.Namespace) -> int:
     if args.plot:
-        _require_matplotlib()
+        require_matplotlib()
+    if len(args.width) > 1:
+        raise UsageError(f"argument --width: without --ranks one is needed, got {len(args.width)}")
+    (args.width,) = args.width
     found = machine.devices(args.devices)
     mesh = Mesh(np.array(found), ("tp",))
     measurements: list[Measurement] = []
@@ -376,7 +384,7 @@ def _report(
 # ---- The picture -------------------------------------------------------------------------------------------
 
 
-def _require_matplotlib() -> None:
+def require_matplotlib() -> None:
     if machine.version("matplotlib") is None:
         raise UsageError("argument --plot: matplotlib is not installed; pip install 'jax_twoshot[bench]'")
 

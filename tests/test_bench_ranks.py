@@ -1,0 +1,410 @@
+"""``bench --ranks`` without a GPU: what the parent makes of its workers' lines, and the peers' checks on CPU."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import Mesh
+
+import jax_twoshot
+from jax_twoshot import _launch, reference
+from jax_twoshot.cli import bench, bench_ranks, gpu_peers, main
+from jax_twoshot.cli.bench_ranks import Ears, Found, Job, Measurement, Missing
+from jax_twoshot.cli.gpu_peers import GRAPH, JAX, Cell, Peer
+
+FACTS = {
+    "date": "2026-01-02 03:04 UTC",
+    "machine": {"devices": ["NVIDIA H200"]},
+    "versions": {"jax-twoshot": "0.1.0", "jax": "0.11.2", "torch": "2.11.0", "flashinfer-python": None},
+}
+
+
+def cell(tp: int = 4, rows: int = 3, width: int = 40, dtype: str = "bfloat16", **more: Any) -> Cell:
+    mesh = Mesh(np.array(jax.devices()[:tp]), ("tp",))
+    values = {"calls": 7, "scale": 1 / tp, "rank": 1, "ordinal": 0, "shared": True, "most_rows": rows}
+    return Cell(mesh, rows, width, dtype, **values | more)
+
+
+def measurement(peer: str, seconds: float, rows: int = 1, tp: int = 2, program: str = GRAPH) -> Measurement:
+    return Measurement(peer, rows, 128 * rows, tp, 0, [seconds, seconds * 3, seconds], 64, program)
+
+
+def arguments(tmp_path: Path, **changes: Any) -> argparse.Namespace:
+    values = dict(ranks=[2, 4], one_gpu=True, rows=[1, 2], width=[64], dtype="bfloat16", repeats=3, calls=5)
+    values |= dict(timeout=100, json=tmp_path / "bench.json", plot=None)
+    return argparse.Namespace(**values | changes)
+
+
+@contextlib.contextmanager
+def no_step(what: str, seconds: float = 0) -> Iterator[None]:
+    yield
+
+
+# ---- A worker ----------------------------------------------------------------------------------------------
+
+
+class Fake:
+    """A contender that writes down when it is asked."""
+
+    def __init__(self, log: list[str], name: str, wrong: int = 0) -> None:
+        self.log, self.name, self._wrong = log, name, wrong
+
+    def wrong(self) -> int:
+        self.log.append(f"{self.name} wrong")
+        return self._wrong
+
+    def seconds(self) -> float:
+        self.log.append(f"{self.name} seconds")
+        return len(self.log) / 1e6
+
+
+def test_peers_take_turns_after_their_checks() -> None:
+    log: list[str] = []
+
+    def refuse(cell: Cell) -> Any:
+        raise ValueError("not today\nand no other day")
+
+    peers = [
+        Peer("a", GRAPH, lambda cell: Fake(log, "a")),
+        Peer("b", JAX, lambda cell: Fake(log, "b", wrong=2)),
+        Peer("c", GRAPH, refuse),
+    ]
+    steps = []
+
+    def step(what: str, seconds: float = 0) -> Any:
+        steps.append(what)
+        return contextlib.nullcontext()
+
+    found = bench_ranks.measure(cell(), peers, 2, step, lambda refusal: refusal)
+    checks = ["a wrong", "a seconds", "b wrong", "b seconds"]
+    assert log == [*checks, *["a seconds", "b seconds"] * 2, "a wrong", "b wrong"]
+    assert found["refusals"] == {"c (graph)": "not today"}
+    assert [(p["peer"], p["program"], p["wrong"]) for p in found["peers"]] == [("a", GRAPH, 0), ("b", JAX, 4)]
+    assert found["peers"][0]["seconds"] == [5e-6, 7e-6], "the warm-up is no sample"
+    assert (found["rows"], found["width"], found["bytes"]) == (3, 40, 240)
+    assert steps[0] == "a (graph): set-up for 3 rows"
+    assert len(steps) == 3 + 2 + 4 + 2
+    assert json.loads(json.dumps(found)) == found
+
+
+def test_a_peer_that_another_rank_refuses_is_left_out() -> None:
+    log: list[str] = []
+    peers = [Peer("a", GRAPH, lambda cell: Fake(log, "a"))]
+    found = bench_ranks.measure(cell(), peers, 2, no_step, lambda refusal: "rank 3 cannot")
+    assert (found["peers"], found["refusals"], log) == ([], {"a (graph)": "rank 3 cannot"}, [])
+
+
+def test_jax_peers_on_cpu() -> None:
+    """Ours is the oracle bit for bit, psum within rounding, and a sum of something else is neither."""
+
+    def ours(c: Cell) -> Any:
+        return gpu_peers.JaxRun(c, lambda x: jax_twoshot.all_reduce(x, "tp"), bitwise=True)
+
+    peers = [
+        Peer("ours", JAX, ours),
+        Peer("psum", JAX, lambda c: gpu_peers.JaxRun(c, lambda x: lax.psum(x, "tp"))),
+        Peer("broken", JAX, lambda c: gpu_peers.JaxRun(c, lambda x: lax.psum(x, "tp") * 2)),
+    ]
+    found = bench_ranks.measure(cell(), peers, 2, no_step, lambda refusal: refusal)
+    wrong = {peer["peer"]: peer["wrong"] for peer in found["peers"]}
+    assert (wrong["ours"], wrong["psum"]) == (0, 0)
+    assert wrong["broken"] > 4 * 120
+    assert all(len(peer["seconds"]) == 2 and min(peer["seconds"]) > 0 for peer in found["peers"])
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_check_of_a_kernel(monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
+    """With a kernel on the CPU that knows the other ranks' parts."""
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(gpu_peers, "_barrier", lambda: None)
+    monkeypatch.setattr(gpu_peers, "_synchronize", lambda: None)
+    c = cell(dtype=dtype)
+    x = torch.empty(c.rows, c.width, dtype=getattr(torch, dtype))
+
+    def kernel(out: Any, error: float = 0.0) -> Any:
+        def call() -> None:
+            parts = c.parts()
+            parts[c.rank] = gpu_peers._to_numpy(x, dtype)
+            out.copy_(gpu_peers._to_torch(reference.all_reduce(parts)))
+            out[1, 2] += error
+
+        return call
+
+    out = torch.empty_like(x)
+    assert gpu_peers.GraphRun(c, kernel(out), x, out, bitwise=True).wrong() == 0
+    assert gpu_peers.GraphRun(c, kernel(out, 1.0), x, out, bitwise=True).wrong() == bench.CHECKED_CALLS
+    assert gpu_peers.GraphRun(c, kernel(out, 1.0), x, out).wrong() == bench.CHECKED_CALLS
+    assert gpu_peers.GraphRun(c, kernel(x), x, x).wrong() == 0
+    assert not x.any(), "in place it would sum its own sums"
+
+    captured = gpu_peers.GraphRun(c, kernel(out), x, out, bitwise=True)
+    captured._graph = SimpleNamespace(replay=kernel(out, 1.0))
+    assert captured.wrong() == bench.CHECKED_CALLS, "once there is a graph, it is what is checked"
+
+    def failed() -> None:
+        raise RuntimeError("a rank did not come")
+
+    with pytest.raises(RuntimeError, match="a rank did not come"):
+        gpu_peers.GraphRun(c, kernel(out), x, out, check=failed).wrong()
+
+
+def test_clock_of_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One replay before the clock starts, then as many as are counted."""
+    torch = pytest.importorskip("torch")
+    log: list[str] = []
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            log.append("record")
+
+        def synchronize(self) -> None:
+            log.append("synchronize")
+
+        def elapsed_time(self, end: Event) -> float:
+            assert isinstance(end, Event)
+            return 7.0  # milliseconds
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(gpu_peers, "_barrier", lambda: log.append("barrier"))
+    run = gpu_peers.GraphRun(
+        cell(calls=7), lambda: None, torch.zeros(1), torch.zeros(1), check=lambda: log.append("check")
+    )
+    monkeypatch.setattr(run, "_captured", lambda: SimpleNamespace(replay=lambda: log.append("replay")))
+    assert run.seconds() == pytest.approx(7e-3 / (10 * 7))
+    replays = ["replay", "record", *["replay"] * gpu_peers.REPLAYS, "record", "synchronize", "check"]
+    assert log == ["barrier", *replays]
+    run.seconds()
+    assert log == ["barrier", *replays * 2], "captured once"
+
+
+def test_floor_is_one_chunk_a_rank() -> None:
+    assert (cell(tp=8).one_chunk_each().rows, cell(tp=8).one_chunk_each().width) == (1, 64)
+    assert cell(tp=4, dtype="float32").one_chunk_each().bytes == 64
+    assert cell(tp=2).one_chunk_each().expected().shape == (1, 16)
+
+
+@pytest.mark.parametrize(
+    "name, program, reason",
+    [
+        ("nccl", GRAPH, "NCCL refuses two ranks on one GPU"),
+        ("psum", JAX, "NCCL refuses two ranks on one GPU"),
+        ("torch multimem", GRAPH, "multicast needs a GPU for each rank"),
+        ("flashinfer one-shot", GRAPH, "No module named 'flashinfer'"),
+    ],
+)
+def test_refusals_on_a_shared_gpu(name: str, program: str, reason: str) -> None:
+    if "flashinfer" in name:
+        pytest.importorskip("torch")
+    (peer,) = (p for p in gpu_peers.PEERS if (p.name, p.program) == (name, program))
+    assert bench_ranks._make(peer, cell()) == reason
+
+
+def test_no_multicast_where_it_is_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    off = {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NCCL_NVLS_ENABLE": "0", "NVSHMEM_DISABLE_NVLS": "1"}
+    monkeypatch.delenv("TORCH_SYMM_MEM_DISABLE_MULTICAST", raising=False)
+    monkeypatch.setenv("JAX_TWOSHOT_MULTICAST", "1")
+    assert not off.keys() & bench_ranks.environment(shared=False).keys()
+    assert off.items() <= bench_ranks.environment(shared=True).items()
+    monkeypatch.setenv("JAX_TWOSHOT_MULTICAST", "0")
+    assert off.items() <= bench_ranks.environment(shared=False).items()
+    monkeypatch.setattr(gpu_peers.symmetric, "_Driver", lambda: None)
+    with pytest.raises(ValueError, match="no multicast: switched off by JAX_TWOSHOT_MULTICAST=0"):
+        gpu_peers._torch_multimem(cell(shared=False))
+
+
+# ---- The parent --------------------------------------------------------------------------------------------
+
+
+def done(rows: int, seconds: list[float], wrong: int = 0, refusals: dict[str, str] | None = None) -> dict[str, Any]:
+    peers = [{"peer": "twoshot", "program": GRAPH, "wrong": wrong, "seconds": seconds}]
+    refusals = refusals or {}
+    return {"rows": rows, "width": 64, "bytes": 128 * rows, "peers": peers, "refusals": refusals, "facts": FACTS}
+
+
+def test_merge_takes_the_slowest_rank_of_each_sample() -> None:
+    ranks = [done(2, [1.0, 5.0, 3.0], wrong=1, refusals={"nccl (graph)": "no"}), done(2, [2.0, 4.0, 3.5], wrong=2)]
+    (m,), missing = bench_ranks.merge(2, ranks)
+    assert m == Measurement("twoshot", 2, 256, 2, 3, [2.0, 5.0, 3.5], 64, GRAPH)
+    assert m.median == 3.5
+    assert missing == [Missing(2, "nccl (graph)", "no", ((2, 64),))]
+
+
+def test_the_same_reason_is_said_once() -> None:
+    missing = [Missing(2, "a", "no", ((1, 64),)), Missing(4, "a", "no", ((1, 64),)), Missing(2, "a", "no", ((2, 64),))]
+    assert bench_ranks.join(missing) == [
+        Missing(2, "a", "no", ((1, 64), (2, 64))),
+        Missing(4, "a", "no", ((1, 64),)),
+    ]
+
+
+def test_blame() -> None:
+    ears = Ears(3)
+    assert bench_ranks.blame("no MPS\nat all", ears) == (None, "no MPS")
+    for rank, steps in enumerate(
+        (("a: set-up", "b (graph): check"), ("a: set-up",), ("a: set-up", "b (graph): check"))
+    ):
+        for step in steps:
+            ears.hear(rank, f"bench-step {step}")
+    ears.hear(1, "Traceback")
+    ears.hear(1, "ValueError: bad")
+    ears.hear(0, "gloo: connection closed")
+    assert bench_ranks.blame("rank 0: exit status 1", ears) == ("a", "set-up: ValueError: bad"), "rank 1 came least far"
+    ears.hear(1, "bench-step b (graph): check")
+    ears.hear(0, "bench-step b (graph): timing")
+    ears.hear(2, "bench-step b (graph): timing")
+    failure = "rank 0: no summary; its last lines:\nx\nrank 1: ended by SIGSEGV; its last lines:"
+    assert bench_ranks.blame(failure, ears) == ("b (graph)", "check: ended by SIGSEGV"), "said nothing since the step"
+    for line in ("Timeout (0:01:00)!", "Thread 0x1", '  File "x.py"'):
+        ears.hear(1, line)
+    assert bench_ranks.blame("", ears) == ("b (graph)", "check: Timeout (0:01:00)!")
+
+
+def test_a_peer_that_crashes_is_dropped_and_the_others_go_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    jobs: list[Job] = []
+
+    def launch(tp: int, argv: list[str], *, on_line: Any, **options: Any) -> list[dict[str, Any]]:
+        jobs.append(Job(**json.loads(argv[-1])))
+        assert argv[1:3] == ["-m", "jax_twoshot.cli.bench_ranks"]
+        assert options["one_gpu"] and not options["echo"]
+        for rows, _ in jobs[-1].cells:
+            for rank in range(tp):
+                if rows == 2 and not jobs[-1].without:
+                    on_line(rank, "bench-step nccl (graph): timing at 2 rows")
+                    on_line(rank, "Segmentation fault")
+                else:
+                    on_line(rank, "bench-done " + json.dumps(done(rows, [1e-6 * (rank + 1)] * 3)))
+            if rows == 2 and not jobs[-1].without:
+                raise _launch.LaunchError("rank 0: ended by SIGSEGV", [None] * tp, [[]] * tp)
+        return [{}] * tp
+
+    monkeypatch.setattr(_launch, "launch", launch)
+    monkeypatch.setattr(_launch, "gpu_count", lambda: 1)
+    code = main(["bench", "--ranks", "2,4", "--one-gpu", "--rows", "1,2", "--width", "64", "--repeats", "3"])
+    out, err = capsys.readouterr()
+    assert code == 0
+    assert [(job.cells, job.without) for job in jobs] == [
+        ([[1, 64], [2, 64]], []),
+        ([[2, 64]], ["nccl (graph)"]),
+    ] * 2
+    assert {job.most_rows for job in jobs} == {2}
+    table = [line.split() for line in out.splitlines() if not line.startswith("#")]
+    assert [(row[1], row[2], row[4], row[6], row[9]) for row in table] == [
+        ("twoshot", "2", "1", "2.00", "0"),
+        ("twoshot", "2", "2", "2.00", "0"),
+        ("twoshot", "4", "1", "4.00", "0"),
+        ("twoshot", "4", "2", "4.00", "0"),
+    ]
+    missing = "nccl (graph) is not in the table for rows 2 x 64: timing at 2 rows: Segmentation fault"
+    assert out.splitlines()[-2:] == [f"# 2 ranks, {missing}", f"# 4 ranks, {missing}"]
+    assert "2 ranks: rank 0: ended by SIGSEGV" in err
+    assert "[4/4] 4 ranks, 2 x 64" in err
+
+
+def test_a_launch_that_never_starts_ends_the_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def launch(*args: Any, **options: Any) -> None:
+        raise RuntimeError("nvidia-cuda-mps-control -d: no")
+
+    monkeypatch.setattr(_launch, "launch", launch)
+    monkeypatch.setattr(_launch, "gpu_count", lambda: 1)
+    assert main(["bench", "--ranks", "2", "--one-gpu", "--rows", "1,4", "--width", "64,128"]) == 1
+    assert capsys.readouterr().out.splitlines()[-1] == (
+        "# 2 ranks, every peer is not in the table for rows 1,4 x 64, rows 1,4 x 128: nvidia-cuda-mps-control -d: no"
+    )
+
+
+def test_wrong_sums_fail_the_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def launch(tp: int, argv: list[str], *, on_line: Any, **options: Any) -> None:
+        for rank in range(tp):
+            on_line(rank, "bench-done " + json.dumps(done(1, [1e-6] * 2, wrong=rank)))
+
+    monkeypatch.setattr(_launch, "launch", launch)
+    monkeypatch.setattr(_launch, "gpu_count", lambda: 2)
+    assert main(["bench", "--ranks", "2", "--rows", "1", "--width", "64"]) == 1
+    assert "one a rank" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "options, text",
+    [
+        ("--ranks 2 --devices 2", "not allowed with argument"),
+        ("--ranks 2", "argument --ranks: it starts a process for each rank on NVIDIA GPUs, and there is none here"),
+        ("--one-gpu", "argument --one-gpu: it is about --ranks, which is missing"),
+        ("--width 64,128", "argument --width: without --ranks one is needed, got 2"),
+    ],
+)
+def test_bad_arguments(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], options: str, text: str
+) -> None:
+    monkeypatch.setattr(_launch, "gpu_count", lambda: 0)
+    with pytest.raises(SystemExit) as exit_:
+        main(["bench", *options.split()])
+    assert exit_.value.code == 2
+    assert text in capsys.readouterr().err
+
+
+# ---- Table, JSON and picture -------------------------------------------------------------------------------
+
+
+def test_table_and_json(tmp_path: Path) -> None:
+    found = Found(
+        [
+            measurement("twoshot", 2e-6),
+            measurement("two hops", 1e-6),
+            measurement("nccl", 5e-6),
+            measurement("torch one-shot", 1.6e-6),
+            measurement("nccl", 5e-6, rows=2),
+        ],
+        [Missing(2, "twoshot (graph)", "check: no", ((2, 64),))],
+        FACTS,
+    )
+    args = arguments(tmp_path)
+    text = bench_ranks.text("a title\nof two lines", args, found)
+    assert text.startswith("# a title\n# of two lines\n# time: median of 3 runs of 10 x 5 calls, of the slowest rank")
+    rows = [line.split() for line in text.splitlines() if not line.startswith("#")]
+    times = ("2.00..6.00", "0.06", "0", "1.00")
+    assert rows[0] == ["graph", "twoshot", "2", "128", "1", "64", "2.00", *times]
+    assert [row[-1] for row in rows] == ["1.00", "0.50", "2.50", "0.80", "-"]
+    assert [row[-3] for row in rows] == ["0.06", "-", "0.03", "0.08", "0.05"], "the floor moves another message"
+    assert "# graph, 2 ranks: ahead of the fastest peer in 0 of 1 messages" in text
+    assert "geometric mean 0.80, least 0.80" in text
+    assert text.splitlines()[-1] == "# 2 ranks, twoshot (graph) is not in the table for rows 2 x 64: check: no"
+
+    bench_ranks._write(args, found)
+    written = json.loads(args.json.read_text())
+    assert written["date"] == FACTS["date"]
+    assert written["program"]["ranks"] == [2, 4]
+    assert written["measurements"][0]["seconds"] == [2e-6, 6e-6, 2e-6]
+    assert written["measurements"][2]["time_over_ours"] == pytest.approx(2.5)
+    assert written["not_measured"] == [json.loads(json.dumps(dataclasses.asdict(found.missing[0])))]
+
+
+def test_plot(tmp_path: Path) -> None:
+    image = pytest.importorskip("matplotlib.image")
+    times = [
+        measurement(peer, seconds * rows * tp, rows, tp, program)
+        for peer, seconds in (("twoshot", 1e-6), ("two hops", 5e-7), ("nccl", 7e-6))
+        for rows in (1, 4, 16)
+        for tp in (2, 4)
+        for program in (GRAPH, JAX)
+    ]
+    bench_ranks.plot(times, "a title", tmp_path / "time.png")
+    height, width, _ = image.imread(tmp_path / "time.png").shape
+    assert (height, width) == (9 * 150, 10 * 150)
