@@ -313,7 +313,7 @@ def join(missing: Sequence[Missing]) -> list[Missing]:
 
 def run(args: argparse.Namespace) -> int:
     """Measures one number of ranks after the other, and prints what came of it."""
-    ranks._require_gpus(args)
+    ranks.require_gpus(args)
     if args.plot:
         bench.require_matplotlib()
     cells = [(rows, width) for width in args.width for rows in args.rows]

@@ -27,7 +27,7 @@ def run(args: argparse.Namespace) -> int:
     """Starts this command once for each rank, for one number of ranks after the other, and judges the outcomes."""
     if _launch.launched():
         return _work(args)
-    _require_gpus(args)
+    require_gpus(args)
     start, planned = time.monotonic(), 0
     outcomes: list[Outcome] = []
     facts: dict[str, Any] = {}
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     return selftest.judge(args, outcomes, planned, facts, described, start)
 
 
-def _require_gpus(args: argparse.Namespace) -> None:
+def require_gpus(args: argparse.Namespace) -> None:
     if not args.ranks:
         raise UsageError("argument --one-gpu: it is about --ranks, which is missing, such as --ranks 2,4,8")
     gpus, most = _launch.gpu_count(), max(args.ranks)
