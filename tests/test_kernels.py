@@ -33,9 +33,10 @@ FRAME_SIZE = 0x11
 """The cubin attribute that says how many bytes a thread spills."""
 
 EVERYWHERE = [
-    Variant(tp, name, multicast, arch)
+    Variant(tp, name, multicast, arch, algorithm)
     for arch in cubin.ARCHS
     if arch != "sm_90a"
+    for algorithm in protocol.ALGORITHMS
     for tp, name in ((2, "bfloat16"), (7, "float32"), (16, "float16"))
     for multicast in (False, True)
     if not multicast or cubin.capability(arch) >= (9, 0)
@@ -45,13 +46,26 @@ VARIANTS = [*cubin.variants(["sm_90a"]), *EVERYWHERE]
 each_variant = pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)
 
 
+def one_shot(variant: Variant) -> bool:
+    return variant.algorithm == "one_shot"
+
+
+def places(variant: Variant) -> int:
+    """Chunks that a thread polls for one chunk of the result: its slots, and in two shots its sum."""
+    return variant.tp if one_shot(variant) else variant.tp + 1
+
+
 @functools.cache
 def compiled(variant: Variant):
     """The compiler's output. Without a compiler these tests fail: the extra "test" installs it."""
     from jax_twoshot.kernels.all_reduce import AllReduce, compile_kernel
 
     kernel = AllReduce(
-        variant.tp, protocol.FORMATS[variant.format], multicast=variant.multicast, pdl=variant.pdl
+        variant.tp,
+        protocol.FORMATS[variant.format],
+        algorithm=variant.algorithm,
+        multicast=variant.multicast,
+        pdl=variant.pdl,
     )
     return compile_kernel(kernel, variant.arch)
 
@@ -84,20 +98,21 @@ def test_parameters(variant):
 
 
 @each_variant
-def test_sums_are_stored_once_through_multicast_or_once_to_each_peer(variant):
+def test_what_all_ranks_get_is_stored_once_through_multicast_or_once_to_each_peer(variant):
+    """The sums of two shots, what one shot pushes."""
     kind = {"bfloat16": "bf16x2", "float16": "f16x2", "float32": "f32"}[variant.format]
     multicast = count(variant, rf"multimem\.st\.relaxed\.sys\.global\.v4\.{kind} ")
     assert multicast == compiled(variant).ptx.count("multimem") == variant.multicast
-    push, rearm_slots, rearm_gather = 1, variant.tp, 1
-    sums = 0 if variant.multicast else variant.tp
-    assert count(variant, r"st\.relaxed\.sys\.global\.v4\.u32 ") == push + sums + rearm_slots + rearm_gather
+    to_everyone = 0 if variant.multicast else variant.tp
+    to_the_owner, rearm = (0 if one_shot(variant) else 1), places(variant)
+    assert count(variant, r"st\.relaxed\.sys\.global\.v4\.u32 ") == to_everyone + to_the_owner + rearm
 
 
 @each_variant
 def test_polls_are_whole_chunks(variant):
     first_look, loop = 1, 1
-    assert count(variant, r"ld\.relaxed\.sys\.global\.v4\.u32 ") == (first_look + loop) * (variant.tp + 1)
-    assert count(variant, r"ld\.relaxed\.sys") == (first_look + loop) * (variant.tp + 1)
+    assert count(variant, r"ld\.relaxed\.sys\.global\.v4\.u32 ") == (first_look + loop) * places(variant)
+    assert count(variant, r"ld\.relaxed\.sys") == (first_look + loop) * places(variant)
     assert count(variant, r"ld\.global\.v4\.u32 ") == 1
     assert count(variant, r"st\.global\.v4\.u32 ") == 2  # A sum, or NaN where the workspace has failed.
 
@@ -133,9 +148,9 @@ def test_arithmetic_is_fp32_in_rank_order_and_never_flushes_to_zero(variant):
 def test_sentinel(variant):
     signed = protocol.FORMATS[variant.format].sentinel - (1 << 32)
     compared = count(variant, rf"setp\.(ne|eq)\.b32\s+%p\d+, %r\d+, {signed};")
-    assert compared >= 2 * 4 * (variant.tp + 1)  # All four words, at the first look and in the loop.
+    assert compared >= 2 * 4 * places(variant)  # All four words, at the first look and in the loop.
     rearmed = rf"st\.relaxed\.sys\.global\.v4\.u32 \[%rd\d+\], {{{signed}, {signed}, {signed}, {signed}}};"
-    assert count(variant, rearmed) == variant.tp + 1
+    assert count(variant, rearmed) == places(variant)
 
 
 @each_variant
@@ -174,7 +189,9 @@ def test_other_programmatic_choices_are_kernels_too():
     """Hopper without programmatic launch: for a profile, or to look for a race."""
     from jax_twoshot.kernels.all_reduce import AllReduce, compile_kernel
 
-    kernel = AllReduce(2, protocol.FORMATS["bfloat16"], multicast=False, pdl=False)
+    kernel = AllReduce(
+        2, protocol.FORMATS["bfloat16"], algorithm="two_shot", multicast=False, pdl=False
+    )
     assert "griddepcontrol" not in compile_kernel(kernel, "sm_90a").ptx
 
 

@@ -1,4 +1,4 @@
-"""The all-reduce kernel: one launch for one round, all three phases in it.
+"""The all-reduce kernels, two-shot and one-shot: one launch for one round, all phases in it.
 
 The parameters of a launch, in this order, and nothing else (``ffi/all_reduce_cuda.cc`` packs the same)::
 
@@ -51,10 +51,10 @@ from typing import NamedTuple
 
 from cutlass import Int32, Int64, Uint32, const_expr, cute
 
-from jax_twoshot.kernels import memory, twoshot
+from jax_twoshot.kernels import memory, oneshot, twoshot
 from jax_twoshot.kernels.memory import Chunk
 from jax_twoshot.kernels.twoshot import Buffers, Watch
-from jax_twoshot.protocol import CHUNK_BYTES, CTAS_PER_SM, THREADS, Format, owned_chunks
+from jax_twoshot.protocol import ALGORITHMS, CHUNK_BYTES, CTAS_PER_SM, THREADS, Format, owned_chunks
 
 FOREVER_NS = 1 << 62
 
@@ -65,12 +65,17 @@ class AllReduce:
     Attributes:
       tp: ranks in the group.
       format: element type.
-      multicast: store a sum once through the multicast address, else once to each peer.
+      algorithm: one of `protocol.ALGORITHMS`.
+      multicast: store what all ranks get once through the multicast address, else once to each peer.
       pdl: overlap the start of a launch with the end of the launch before it (sm_90 and later).
     """
 
-    def __init__(self, tp: int, format: Format, *, multicast: bool, pdl: bool) -> None:
+    def __init__(self, tp: int, format: Format, *, algorithm: str, multicast: bool, pdl: bool) -> None:
+        assert algorithm in ALGORITHMS
         self.tp, self.format, self.multicast, self.pdl = tp, format, multicast, pdl
+        self.one_shot = algorithm == "one_shot"
+        self.push = oneshot.push if self.one_shot else twoshot.push
+        self.take = oneshot.reduce if self.one_shot else twoshot.collect
 
     @cute.kernel
     def kernel(
@@ -121,20 +126,26 @@ class AllReduce:
             if (state == twoshot.SLOW) & (thread == 0):
                 memory.keep_bits(control + twoshot.CONTROL_STATE, Uint32(twoshot.FAILED))
             for chunk in range(thread, chunks, threads):
-                twoshot.push(buffers, chunk, self.load(x, chunk, elements))
+                self.push(buffers, chunk, self.load(x, chunk, elements))
         # Every thread has branched on the state, so every read of the control block has come back.
         cute.arch.sync_threads()
         if alive:
-            for index in range(thread, mine, threads):
-                twoshot.reduce(buffers, index, watch)
+            self.reduce_owned(buffers, watch, thread, mine, threads)
         before = self.arrive(control, lane)
         if alive:
             for chunk in range(thread, chunks, threads):
-                self.store(out, chunk, elements, twoshot.collect(buffers, chunk, watch))
+                self.store(out, chunk, elements, self.take(buffers, chunk, watch))
         else:
             for chunk in range(thread, chunks, threads):
                 self.store(out, chunk, elements, twoshot.not_a_number(self.format))
         self.advance(control, before, epoch, calls, generations)
+
+    @cute.jit
+    def reduce_owned(self, buffers: Buffers, watch: Watch, first: Int32, end: Int32, step: Int32) -> None:
+        """Sums this thread's share of what the rank owns; in one shot ``take`` sums everything."""
+        if const_expr(not self.one_shot):
+            for index in range(first, end, step):
+                twoshot.reduce(buffers, index, watch)
 
     @cute.jit
     def arrive(self, control: Int64, lane: Int32) -> Uint32:

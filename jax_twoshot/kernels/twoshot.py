@@ -98,20 +98,11 @@ def push(buffers: Buffers, chunk: Int32, words: Chunk) -> None:
 @cute.jit
 def reduce(buffers: Buffers, index: Int32, watch: Watch) -> None:
     """Sums the slots of this rank's chunk ``index`` into every rank's gather (R3) and re-arms them (R2)."""
-    ranks = range(buffers.tp)
-    slots = [buffers.base + buffers.recv_offset(buffers.generation, rank, Int64(index)) for rank in ranks]
+    slots = slots_of(buffers, Int64(index))
     chunk = buffers.rank * buffers.owned + index
-    total: list[Float32] = []
-    complete = Boolean(True)
-    for first in range_constexpr(0, buffers.tp, SLOTS_AT_ONCE):
-        batch = ranks[first : first + SLOTS_AT_ONCE]
-        masks = [Uint32(1 << rank) for rank in batch]
-        parts, arrived = wait(buffers, watch, [slots[rank] for rank in batch], masks, REDUCE, chunk)
-        total = add_in_order(total, parts, buffers.format)
-        complete = complete & arrived
+    words, complete = sum_slots(buffers, slots, chunk, watch)
     if complete:
-        words = narrow(total, buffers.format)
-        publish_sum(buffers, chunk, without_negative_zero(words, buffers.format))
+        publish_everywhere(buffers, buffers.gather_offset(buffers.generation, chunk), words)
         for slot in slots:
             rearm(slot, buffers.format)
 
@@ -145,9 +136,29 @@ def owner_of(buffers: Buffers, chunk: Int32) -> tuple[Int64, Int64]:
     return Int64(owner), Int64(Uint32(chunk) - owner * owned)
 
 
-def publish_sum(buffers: Buffers, chunk: Int64, words: Chunk) -> None:
-    """Stores the sum of ``chunk`` into every rank's gather."""
-    place = buffers.gather_offset(buffers.generation, chunk)
+def slots_of(buffers: Buffers, index: Int64) -> list[Int64]:
+    """Addresses of the slots, in rank order, of the chunk that this rank sums as its number ``index``."""
+    return [
+        buffers.base + buffers.recv_offset(buffers.generation, rank, index) for rank in range(buffers.tp)
+    ]
+
+
+@cute.jit
+def sum_slots(buffers: Buffers, slots: list[Int64], chunk: Int64, watch: Watch) -> tuple[Chunk, Boolean]:
+    """Waits for ``slots`` and adds them in rank order (R3): ``(words, complete)``; incomplete, no words to use."""
+    total: list[Float32] = []
+    complete = Boolean(True)
+    for first in range_constexpr(0, buffers.tp, SLOTS_AT_ONCE):
+        batch = slots[first : first + SLOTS_AT_ONCE]
+        masks = [Uint32(1 << (first + number)) for number in range(len(batch))]
+        parts, arrived = wait(buffers, watch, batch, masks, REDUCE, chunk)
+        total = add_in_order(total, parts, buffers.format)
+        complete = complete & arrived
+    return without_negative_zero(narrow(total, buffers.format), buffers.format), complete
+
+
+def publish_everywhere(buffers: Buffers, place: Int64, words: Chunk) -> None:
+    """Stores ``words`` at offset ``place`` of every rank's allocation."""
     if buffers.multicast is not None:
         memory.multicast_chunk(buffers.multicast + place, words, buffers.format.name)
         return
