@@ -37,6 +37,8 @@ What was tried (cubins for sm_90a, BF16, at most 80 registers a thread so that `
 - TP 2 takes 60 registers, TP 8 and 16 all 80. Only TP 16 spills: 136 bytes when it polled its slots at once,
   none in batches of 8 (with multicast 88), none at all in batches of 4. Each batch is one more trip to L2,
   hence `twoshot.SLOTS_AT_ONCE`.
+- The first load of the operand stands before the first look at the control block, in front of the loop. In the
+  loop the compiler moved what depends on the epoch alone ahead of it, so that it waited for the epoch.
 - Counting the CTA before the reduce spilled the count at TP 8: a store that waits for the atomic, in the way
   of the first warp. Counted after it, the count has the whole collect to come back.
 """
@@ -105,6 +107,7 @@ class AllReduce:
             memory.wait_for_stream()
             memory.let_next_launch_start()
         epoch, _, state, calls = memory.load_control(control)
+        words = self.load(x, thread, elements)  # Before the control block is looked at: the two loads overlap.
         buffers = Buffers(
             tp=self.tp,
             slot_chunks=Int64(slot_chunks),
@@ -122,11 +125,12 @@ class AllReduce:
         watch = Watch(control, status, timeout_ns, calls)
 
         alive = state < twoshot.FAILED
-        if alive:
-            if (state == twoshot.SLOW) & (thread == 0):
-                memory.keep_bits(control + twoshot.CONTROL_STATE, Uint32(twoshot.FAILED))
-            for chunk in range(thread, chunks, threads):
-                self.push(buffers, chunk, self.load(x, chunk, elements))
+        for chunk in range(thread, chunks, threads):
+            if alive:
+                self.push(buffers, chunk, words)
+            words = self.load(x, chunk + threads, elements)
+        if (state == twoshot.SLOW) & (thread == 0):
+            memory.keep_bits(control + twoshot.CONTROL_STATE, Uint32(twoshot.FAILED))
         # Every thread has branched on the state, so every read of the control block has come back.
         cute.arch.sync_threads()
         if alive:
@@ -175,7 +179,7 @@ class AllReduce:
         words = (Uint32(0),) * 4
         if left >= self.format.chunk:
             words = memory.load_chunk(address)
-        else:
+        elif left > 0:
             each = [self.load_element(address, index, left) for index in range(self.format.chunk)]
             words = twoshot.pack(each, self.format)
         return words
