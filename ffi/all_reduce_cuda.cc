@@ -1,7 +1,6 @@
 #include "all_reduce_cuda.h"
 
 #include <algorithm>
-#include <array>
 #include <atomic>
 #include <cstring>
 #include <mutex>
@@ -75,11 +74,8 @@ CudaWorkspace::~CudaWorkspace() {
 void CudaWorkspace::Prepare(Device& device, const std::vector<Cubin>& cubins) {
   const CudaDriver& driver = CudaDriver::Get();
   const DeviceScope scope(device.buffers.ordinal);
-  const std::vector<uint64_t>& peers = device.buffers.peers;
-  const size_t peer_bytes = peers.size() * sizeof peers[0];
-  driver.Check(driver.cuMemAlloc(&device.control, kControlBytes + peer_bytes), "allocating the control block");
+  driver.Check(driver.cuMemAlloc(&device.control, kControlBytes), "allocating the control block");
   driver.Check(driver.cuMemsetD32(device.control, 0, kControlBytes / kWordBytes), "clearing the control block");
-  driver.Check(driver.cuMemcpyHtoD(device.control + kControlBytes, peers.data(), peer_bytes), "writing the peers");
   void* status = nullptr;
   driver.Check(
       driver.cuMemHostAlloc(&status, sizeof(StatusRecord), CU_MEMHOSTALLOC_PORTABLE | CU_MEMHOSTALLOC_DEVICEMAP),
@@ -175,13 +171,13 @@ std::optional<std::string> CudaWorkspace::Launch(int ordinal, CUstream stream, s
     int32_t rank = device.buffers.rank;
     uint64_t base = device.buffers.address;
     uint64_t multicast = device.buffers.multicast;
-    uint64_t peers = device.control + kControlBytes;
     uint64_t control = device.control;
     uint64_t status = reinterpret_cast<uint64_t>(device.status);
     int64_t timeout_ns = static_cast<int64_t>(timeout_seconds * 1e9);
     int32_t generations = layout_.generations;
-    std::array<void*, 12> parameters{&x_address, &out_address, &elements, &slot_chunks, &rank,       &base,
-                                     &multicast, &peers,       &control,  &status,      &timeout_ns, &generations};
+    std::vector<void*> parameters{&x_address, &out_address, &elements, &slot_chunks, &rank,       &base,
+                                  &multicast, &control,     &status,   &timeout_ns,  &generations};
+    for (uint64_t& peer : device.buffers.peers) parameters.push_back(&peer);
     CUlaunchAttribute attribute{};
     attribute.id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
     attribute.value.programmaticStreamSerializationAllowed = 1;

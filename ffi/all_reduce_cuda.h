@@ -84,7 +84,7 @@ class CudaWorkspace {
   };
   struct Device {
     RankBuffers buffers;
-    CUdeviceptr control = 0;  // the control block, then the table of peers
+    CUdeviceptr control = 0;
     StatusRecord* status = nullptr;
     std::map<std::pair<Algorithm, std::string>, Kernel> kernels;
   };

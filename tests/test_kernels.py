@@ -21,13 +21,12 @@ PARAMETERS = {
     "rank": 4,
     "base": 8,
     "multicast": 8,
-    "peers": 8,
     "control": 8,
     "status": 8,
     "timeout_ns": 8,
     "generations": 4,
 }
-"""Names and bytes: what ``ffi/all_reduce_cuda.cc`` packs."""
+"""Names and bytes: what ``ffi/all_reduce_cuda.cc`` packs, in front of every rank's address."""
 
 OPERAND_LOADS = 2
 """Beside the control block's load, and ahead of the next push in the loop."""
@@ -96,7 +95,7 @@ def test_registers_let_the_planned_blocks_be_resident(variant):
 @each_variant
 def test_parameters(variant):
     bits = re.findall(r"\.param \.[ub](\d+) ", compiled(variant).ptx)
-    assert [int(b) // 8 for b in bits] == list(PARAMETERS.values())
+    assert [int(b) // 8 for b in bits] == [*PARAMETERS.values(), *[8] * variant.tp]
 
 
 @each_variant
@@ -166,6 +165,14 @@ def test_next_launch_may_start_only_after_the_wait_for_the_last(variant):
         assert "griddepcontrol" not in ptx
 
 
+@each_variant
+def test_only_these_loads(variant):
+    """The operand, the control block, what is polled and, in the slow path, the state: no table, no spilled word."""
+    elements = OPERAND_LOADS * (protocol.FORMATS[variant.format].chunk - 1)
+    polls, waits = 2 * places(variant), -(-variant.tp // 8) + (not one_shot(variant))
+    assert count(variant, r"ld\.(?!param)") == OPERAND_LOADS + elements + 1 + polls + waits
+
+
 def test_programmatic_launch_is_for_hopper_and_later():
     assert [arch for arch in cubin.ARCHS if not Variant(2, "bfloat16", False, arch).pdl] == ["sm_80", "sm_89"]
 
@@ -173,11 +180,14 @@ def test_programmatic_launch_is_for_hopper_and_later():
 def test_signature_and_docstring_state_the_parameters():
     from jax_twoshot.kernels import all_reduce
 
+    expected = PARAMETERS | {"peers": 8}
     stated = re.findall(r"^    (\w+) +int(32|64) ", all_reduce.__doc__, re.MULTILINE)
-    assert {name: int(bits) // 8 for name, bits in stated} == PARAMETERS
+    assert {name: int(bits) // 8 for name, bits in stated} == expected
     for function in (all_reduce.AllReduce.kernel, all_reduce.AllReduce.__call__):
         annotations = inspect.get_annotations(inspect.unwrap(function))
-        assert {n: int(t[3:]) // 8 for n, t in annotations.items() if n != "return"} == PARAMETERS
+        assert annotations.pop("return") == "None"
+        assert annotations.pop("peers") == "list[Int64]"
+        assert {name: int(kind[3:]) // 8 for name, kind in annotations.items()} == PARAMETERS
 
 
 def test_compiling_twice_gives_the_same_bytes():

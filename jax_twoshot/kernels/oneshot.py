@@ -16,9 +16,14 @@ from jax_twoshot.kernels.memory import Chunk
 from jax_twoshot.kernels.twoshot import Buffers, Watch
 
 
-def push(buffers: Buffers, chunk: Int32, words: Chunk) -> None:
-    """Stores ``words``, this rank's part of ``chunk``, into its slot at every rank (R1)."""
-    place = buffers.recv_offset(buffers.generation, buffers.rank, Int64(chunk))
+def aim(buffers: Buffers, chunk: Int32) -> Int64:
+    """Where in every rank's allocation ``chunk`` is pushed to, in generation 0."""
+    return buffers.recv_offset(0, buffers.rank, Int64(chunk))
+
+
+def push(buffers: Buffers, target: Int64, words: Chunk) -> None:
+    """Stores ``words``, this rank's part of a chunk, into its slot at every rank (R1): ``aim``'s target."""
+    place = target + buffers.recv_offset(buffers.generation, 0, 0)
     twoshot.publish_everywhere(buffers, place, twoshot.without_negative_zero(words, buffers.format))
 
 
