@@ -1,7 +1,6 @@
 #include "all_reduce_cuda.h"
 
 #include <algorithm>
-#include <array>
 #include <atomic>
 #include <cstring>
 #include <mutex>
@@ -75,11 +74,8 @@ CudaWorkspace::~CudaWorkspace() {
 void CudaWorkspace::Prepare(Device& device, const std::vector<Cubin>& cubins) {
   const CudaDriver& driver = CudaDriver::Get();
   const DeviceScope scope(device.buffers.ordinal);
-  const std::vector<uint64_t>& peers = device.buffers.peers;
-  const size_t peer_bytes = peers.size() * sizeof peers[0];
-  driver.Check(driver.cuMemAlloc(&device.control, kControlBytes + peer_bytes), "allocating the control block");
+  driver.Check(driver.cuMemAlloc(&device.control, kControlBytes), "allocating the control block");
   driver.Check(driver.cuMemsetD32(device.control, 0, kControlBytes / kWordBytes), "clearing the control block");
-  driver.Check(driver.cuMemcpyHtoD(device.control + kControlBytes, peers.data(), peer_bytes), "writing the peers");
   void* status = nullptr;
   driver.Check(
       driver.cuMemHostAlloc(&status, sizeof(StatusRecord), CU_MEMHOSTALLOC_PORTABLE | CU_MEMHOSTALLOC_DEVICEMAP),
@@ -87,7 +83,7 @@ void CudaWorkspace::Prepare(Device& device, const std::vector<Cubin>& cubins) {
   device.status = static_cast<StatusRecord*>(status);
   std::memset(device.status, 0, sizeof(StatusRecord));
   for (const Cubin& cubin : cubins) {
-    Kernel& kernel = device.kernels[cubin.format];
+    Kernel& kernel = device.kernels[{cubin.algorithm, cubin.format}];
     kernel.pdl = cubin.pdl;
     const std::string what = "loading kernel " + cubin.symbol;
     driver.Check(driver.cuLibraryLoadData(&kernel.library, cubin.code.data(), nullptr, nullptr, 0, nullptr, nullptr, 0),
@@ -111,7 +107,7 @@ void CudaWorkspace::Release(Device& device) {
   try {
     const CudaDriver& driver = CudaDriver::Get();
     const DeviceScope scope(device.buffers.ordinal);
-    for (auto& [format, kernel] : device.kernels) {
+    for (auto& [name, kernel] : device.kernels) {
       if (kernel.library != nullptr) driver.cuLibraryUnload(kernel.library);
     }
     if (device.control != 0) driver.cuMemFree(device.control);
@@ -151,40 +147,42 @@ std::vector<std::string> CudaWorkspace::SlowWaits() {
   return texts;
 }
 
-std::optional<std::string> CudaWorkspace::Launch(int ordinal, CUstream stream, const std::string& format, const void* x,
-                                                 void* out, int64_t bytes, double timeout_seconds) {
+std::optional<std::string> CudaWorkspace::Launch(int ordinal, CUstream stream, std::optional<Algorithm> asked,
+                                                 const std::string& format, const void* x, void* out, int64_t bytes,
+                                                 double timeout_seconds) {
   const auto found = devices_.find(ordinal);
   if (found == devices_.end()) {
     return "device " + std::to_string(ordinal) +
            " is not one of the workspace's: the shard_map runs on another mesh than the Workspace was made for";
   }
   Device& device = found->second;
-  const auto kernel = device.kernels.find(format);
-  if (kernel == device.kernels.end()) return "the workspace has no kernel for " + format;
   const int64_t itemsize = format == kFloat32.name ? kFloat32.itemsize : kBFloat16.itemsize;
-  const int64_t round_bytes = layout_.capacity_chunks() * kChunkBytes;
 
-  for (int64_t start = 0; start < bytes; start += round_bytes) {
-    const int64_t left = std::min(round_bytes, bytes - start);
+  for (int64_t start = 0, size = 0; start < bytes; start += size) {
+    const RoundPlan round =
+        NextRound(layout_, CeilDiv(bytes - start, kChunkBytes), asked, ranks_on_device_, device.buffers.multicast != 0);
+    const auto kernel = device.kernels.find({round.algorithm, format});
+    if (kernel == device.kernels.end()) return "the workspace has no kernel for " + format;
+    size = std::min(round.chunks * kChunkBytes, bytes - start);
     uint64_t x_address = reinterpret_cast<uint64_t>(x) + start;
     uint64_t out_address = reinterpret_cast<uint64_t>(out) + start;
-    int32_t elements = static_cast<int32_t>(left / itemsize);
+    int32_t elements = static_cast<int32_t>(size / itemsize);
     int32_t slot_chunks = static_cast<int32_t>(layout_.slot_chunks);
     int32_t rank = device.buffers.rank;
     uint64_t base = device.buffers.address;
     uint64_t multicast = device.buffers.multicast;
-    uint64_t peers = device.control + kControlBytes;
     uint64_t control = device.control;
     uint64_t status = reinterpret_cast<uint64_t>(device.status);
     int64_t timeout_ns = static_cast<int64_t>(timeout_seconds * 1e9);
     int32_t generations = layout_.generations;
-    std::array<void*, 12> parameters{&x_address, &out_address, &elements, &slot_chunks, &rank,       &base,
-                                     &multicast, &peers,       &control,  &status,      &timeout_ns, &generations};
+    std::vector<void*> parameters{&x_address, &out_address, &elements, &slot_chunks, &rank,       &base,
+                                  &multicast, &control,     &status,   &timeout_ns,  &generations};
+    for (uint64_t& peer : device.buffers.peers) parameters.push_back(&peer);
     CUlaunchAttribute attribute{};
     attribute.id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
     attribute.value.programmaticStreamSerializationAllowed = 1;
     CUlaunchConfig config{};
-    config.gridDimX = static_cast<unsigned>(Grid(CeilDiv(left, kChunkBytes), ranks_on_device_, sm_count_));
+    config.gridDimX = static_cast<unsigned>(Grid(round.chunks, ranks_on_device_, sm_count_));
     config.gridDimY = config.gridDimZ = 1;
     config.blockDimX = kThreads;
     config.blockDimY = config.blockDimZ = 1;
@@ -246,8 +244,15 @@ const char* FormatName(ffi::DataType type) {
   }
 }
 
+constexpr std::string_view kAuto = "auto";
+
 ffi::ErrorOr<std::unique_ptr<LaunchSite>> Instantiate(int64_t workspace_id, int64_t tp, int64_t slot_chunks,
-                                                      std::string_view axes, std::string_view) {
+                                                      std::string_view algorithm, std::string_view axes,
+                                                      std::string_view) {
+  if (algorithm != kAuto && !AlgorithmNamed(algorithm)) {
+    return ffi::Unexpected(ffi::Error::InvalidArgument("jax_twoshot.all_reduce over " + std::string(axes) +
+                                                       ": unknown algorithm " + std::string(algorithm)));
+  }
   std::shared_ptr<CudaWorkspace> workspace = CudaWorkspace::Find(workspace_id);
   if (workspace == nullptr || workspace->layout().tp != tp || workspace->layout().slot_chunks != slot_chunks) {
     return ffi::Unexpected(ffi::Error(ffi::ErrorCode::kFailedPrecondition,
@@ -260,16 +265,16 @@ ffi::ErrorOr<std::unique_ptr<LaunchSite>> Instantiate(int64_t workspace_id, int6
 }
 
 ffi::Error Execute(CUstream stream, int32_t ordinal, LaunchSite* site, ffi::AnyBuffer x,
-                   ffi::Result<ffi::AnyBuffer> out, int64_t, int64_t, int64_t, std::string_view axes,
-                   std::string_view) {
+                   ffi::Result<ffi::AnyBuffer> out, int64_t, int64_t, int64_t, std::string_view algorithm,
+                   std::string_view axes, std::string_view) {
   handler_calls.fetch_add(1, std::memory_order_relaxed);
   CudaWorkspace& workspace = *site->workspace;
   if (std::optional<std::string> failure = workspace.Failure()) {
     return ffi::Error(ffi::ErrorCode::kDeadlineExceeded, *failure);
   }
   if (std::optional<std::string> error =
-          workspace.Launch(ordinal, stream, FormatName(x.element_type()), x.untyped_data(), out->untyped_data(),
-                           static_cast<int64_t>(x.size_bytes()), timeout_seconds)) {
+          workspace.Launch(ordinal, stream, AlgorithmNamed(algorithm), FormatName(x.element_type()), x.untyped_data(),
+                           out->untyped_data(), static_cast<int64_t>(x.size_bytes()), timeout_seconds)) {
     return ffi::Error(ffi::ErrorCode::kInternal, "jax_twoshot.all_reduce over " + std::string(axes) + ": " + *error);
   }
   return ffi::Error::Success();
@@ -282,6 +287,7 @@ JAX_TWOSHOT_DEFINE_STATEFUL_HANDLER(JaxTwoshotCudaInstantiate, LaunchSite, "jax_
                                         .Attr<int64_t>("workspace")
                                         .Attr<int64_t>("tp")
                                         .Attr<int64_t>("slot_chunks")
+                                        .Attr<std::string_view>("algorithm")
                                         .Attr<std::string_view>("axes")
                                         .Attr<std::string_view>("version"));
 
@@ -296,6 +302,7 @@ JAX_TWOSHOT_DEFINE_STATEFUL_HANDLER(JaxTwoshotCudaExecute, LaunchSite, "jax_twos
                                         .Attr<int64_t>("workspace")
                                         .Attr<int64_t>("tp")
                                         .Attr<int64_t>("slot_chunks")
+                                        .Attr<std::string_view>("algorithm")
                                         .Attr<std::string_view>("axes")
                                         .Attr<std::string_view>("version"),
                                     {ffi::Traits::kCmdBufferCompatible});

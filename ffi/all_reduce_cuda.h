@@ -1,5 +1,5 @@
 // The all-reduce on CUDA devices: what a workspace holds in this process, and the XLA FFI custom call
-// "jax_twoshot_all_reduce" that launches the kernel of jax_twoshot/kernels/all_reduce.py.
+// "jax_twoshot_all_reduce" that launches the kernels of jax_twoshot/kernels/all_reduce.py.
 #ifndef JAX_TWOSHOT_ALL_REDUCE_CUDA_H_
 #define JAX_TWOSHOT_ALL_REDUCE_CUDA_H_
 
@@ -8,6 +8,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "cuda_driver.h"
@@ -18,6 +19,7 @@ namespace jax_twoshot {
 
 // A compiled kernel, as jax_twoshot/cubin.py found it.
 struct Cubin {
+  Algorithm algorithm;
   std::string format;
   std::string code;
   std::string symbol;
@@ -61,9 +63,11 @@ class CudaWorkspace {
   // What every rank of this process that waits for long waits for; each wait is told of once.
   std::vector<std::string> SlowWaits();
 
-  // One launch a round of the message, on `stream` of device `ordinal`. An error text, or nothing.
-  std::optional<std::string> Launch(int ordinal, CUstream stream, const std::string& format, const void* x, void* out,
-                                    int64_t bytes, double timeout_seconds);
+  // One launch a round of the message, on `stream` of device `ordinal`. An error text, or nothing. `asked` is nothing
+  // where each round is to take the algorithm that is faster for it.
+  std::optional<std::string> Launch(int ordinal, CUstream stream, std::optional<Algorithm> asked,
+                                    const std::string& format, const void* x, void* out, int64_t bytes,
+                                    double timeout_seconds);
 
   // The workspaces that Python has open, by id.
   static void Open(std::shared_ptr<CudaWorkspace> workspace);
@@ -80,9 +84,9 @@ class CudaWorkspace {
   };
   struct Device {
     RankBuffers buffers;
-    CUdeviceptr control = 0;  // the control block, then the table of peers
+    CUdeviceptr control = 0;
     StatusRecord* status = nullptr;
-    std::map<std::string, Kernel> kernels;
+    std::map<std::pair<Algorithm, std::string>, Kernel> kernels;
   };
 
   void Prepare(Device& device, const std::vector<Cubin>& cubins);

@@ -35,7 +35,6 @@ CudaDriver Open() {
   Find(library, "cuMemHostAlloc", driver.cuMemHostAlloc);
   Find(library, "cuMemFreeHost", driver.cuMemFreeHost);
   Find(library, "cuMemsetD32_v2", driver.cuMemsetD32);
-  Find(library, "cuMemcpyHtoD_v2", driver.cuMemcpyHtoD);
   Find(library, "cuLibraryLoadData", driver.cuLibraryLoadData);
   Find(library, "cuLibraryUnload", driver.cuLibraryUnload);
   Find(library, "cuLibraryGetKernel", driver.cuLibraryGetKernel);

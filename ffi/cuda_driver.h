@@ -60,7 +60,6 @@ struct CudaDriver {
   CUresult (*cuMemHostAlloc)(void** address, size_t bytes, unsigned flags);
   CUresult (*cuMemFreeHost)(void* address);
   CUresult (*cuMemsetD32)(CUdeviceptr address, unsigned word, size_t words);
-  CUresult (*cuMemcpyHtoD)(CUdeviceptr to, const void* from, size_t bytes);
   CUresult (*cuLibraryLoadData)(CUlibrary* library, const void* code, void* jit_options, void* jit_values,
                                 unsigned jit_count, void* options, void* values, unsigned count);
   CUresult (*cuLibraryUnload)(CUlibrary library);

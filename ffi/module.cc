@@ -28,6 +28,12 @@ nb::dict FormatDict(const jax_twoshot::Format& format) {
   return fields;
 }
 
+nb::tuple Limits(const jax_twoshot::OneShotTable& table) {
+  nb::list limits;
+  for (const auto& limit : table) limits.append(nb::make_tuple(limit.ranks, limit.bytes));
+  return nb::tuple(limits);
+}
+
 nb::dict ProtocolConstants() {
   nb::dict constants;
   constants["CHUNK_BYTES"] = jax_twoshot::kChunkBytes;
@@ -38,6 +44,10 @@ nb::dict ProtocolConstants() {
   constants["THREADS"] = jax_twoshot::kThreads;
   constants["CTAS_PER_SM"] = jax_twoshot::kCtasPerSm;
   constants["GRIDS_IN_FLIGHT"] = jax_twoshot::kGridsInFlight;
+  constants["ALGORITHMS"] = nb::make_tuple(jax_twoshot::kAlgorithms[0], jax_twoshot::kAlgorithms[1]);
+  constants["ONE_SHOT_SHARED_GPU"] = Limits(jax_twoshot::kOneShotSharedGpu);
+  constants["ONE_SHOT_NVLINK"] = Limits(jax_twoshot::kOneShotNvlink);
+  constants["ONE_SHOT_MULTICAST"] = Limits(jax_twoshot::kOneShotMulticast);
   nb::dict formats;
   for (const auto& format : {jax_twoshot::kBFloat16, jax_twoshot::kFloat16, jax_twoshot::kFloat32}) {
     formats[format.name] = FormatDict(format);
@@ -67,6 +77,13 @@ NB_MODULE(_extension, module) {
              });
   module.def("set_timeout", [](double seconds) { jax_twoshot::timeout_seconds = seconds; });
   module.def("launch_grid", &jax_twoshot::Grid);
+  module.def("next_round", [](int tp, int64_t slot_chunks, int64_t left, const std::string& asked, int ranks_on_device,
+                              bool multicast) {
+    const jax_twoshot::Layout layout{tp, slot_chunks};
+    const auto [algorithm, chunks] =
+        jax_twoshot::NextRound(layout, left, jax_twoshot::AlgorithmNamed(asked), ranks_on_device, multicast);
+    return std::pair(chunks, jax_twoshot::kAlgorithms[static_cast<int>(algorithm)]);
+  });
   module.def("cpu_handlers",
              [] { return Stages(jax_twoshot::JaxTwoshotCpuInstantiate, jax_twoshot::JaxTwoshotCpuExecute); });
   module.def("cuda_handlers",
@@ -76,22 +93,28 @@ NB_MODULE(_extension, module) {
   nb::class_<jax_twoshot::CudaWorkspace>(module, "CudaWorkspace")
       .def("failure", &jax_twoshot::CudaWorkspace::Failure)
       .def("slow_waits", &jax_twoshot::CudaWorkspace::SlowWaits)
-      // For bench.py: the kernel alone, on a stream of the caller's own.
-      .def("launch", [](jax_twoshot::CudaWorkspace& workspace, int ordinal, uint64_t stream, const std::string& format,
-                        uint64_t x, uint64_t out, int64_t bytes) {
-        const auto error = workspace.Launch(ordinal, reinterpret_cast<jax_twoshot::CUstream>(stream), format,
-                                            reinterpret_cast<const void*>(x), reinterpret_cast<void*>(out), bytes,
-                                            jax_twoshot::timeout_seconds);
-        if (error) throw std::runtime_error(*error);
-      });
-  using Cubin = std::tuple<std::string, nb::bytes, std::string, bool>;
+      // For bench.py: the kernels alone, on a stream of the caller's own.
+      .def(
+          "launch",
+          [](jax_twoshot::CudaWorkspace& workspace, int ordinal, uint64_t stream, const std::string& format, uint64_t x,
+             uint64_t out, int64_t bytes, const std::string& algorithm) {
+            const auto error =
+                workspace.Launch(ordinal, reinterpret_cast<jax_twoshot::CUstream>(stream),
+                                 jax_twoshot::AlgorithmNamed(algorithm), format, reinterpret_cast<const void*>(x),
+                                 reinterpret_cast<void*>(out), bytes, jax_twoshot::timeout_seconds);
+            if (error) throw std::runtime_error(*error);
+          },
+          nb::arg("ordinal"), nb::arg("stream"), nb::arg("format"), nb::arg("x"), nb::arg("out"), nb::arg("bytes"),
+          nb::arg("algorithm") = "auto");
+  using Cubin = std::tuple<std::string, std::string, nb::bytes, std::string, bool>;
   using Rank = std::tuple<int, int, uint64_t, uint64_t, std::vector<uint64_t>>;
   module.def("open_cuda_workspace",
              [](int64_t id, std::string axes, int tp, int64_t slot_chunks, int generations, int ranks_on_device,
                 int sm_count, const std::vector<Cubin>& cubins, const std::vector<Rank>& ranks) {
                std::vector<jax_twoshot::Cubin> code;
-               for (const auto& [format, bytes, symbol, pdl] : cubins) {
-                 code.push_back({format, std::string(bytes.c_str(), bytes.size()), symbol, pdl});
+               for (const auto& [algorithm, format, bytes, symbol, pdl] : cubins) {
+                 code.push_back({jax_twoshot::AlgorithmNamed(algorithm).value(), format,
+                                 std::string(bytes.c_str(), bytes.size()), symbol, pdl});
                }
                std::vector<jax_twoshot::RankBuffers> buffers;
                for (const auto& [ordinal, rank, address, multicast, peers] : ranks) {

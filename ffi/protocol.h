@@ -3,7 +3,11 @@
 #ifndef JAX_TWOSHOT_PROTOCOL_H_
 #define JAX_TWOSHOT_PROTOCOL_H_
 
+#include <algorithm>
+#include <array>
 #include <cstdint>
+#include <optional>
+#include <string_view>
 
 namespace jax_twoshot {
 
@@ -41,7 +45,7 @@ struct Layout {
   constexpr int64_t recv_bytes() const { return generations * capacity_chunks() * kChunkBytes; }
   constexpr int64_t bytes() const { return 2 * recv_bytes(); }
 
-  // Of `chunk` (counted from the first one that the receiver owns) in `slot`.
+  // Of `chunk` (counted from the first one that the receiver sums) in `slot`.
   constexpr int64_t recv_offset(int generation, int slot, int64_t chunk) const {
     return ((static_cast<int64_t>(generation) * tp + slot) * slot_chunks + chunk) * kChunkBytes;
   }
@@ -53,6 +57,48 @@ struct Layout {
 
 // Chunks that each rank owns of a round of `chunks`; the last owners may have fewer, or none.
 inline constexpr int64_t OwnedChunks(int64_t chunks, int tp) { return CeilDiv(chunks, tp); }
+
+enum class Algorithm { kTwoShot, kOneShot };
+inline constexpr std::array<const char*, 2> kAlgorithms{"two_shot", "one_shot"};
+
+inline constexpr std::optional<Algorithm> AlgorithmNamed(std::string_view name) {
+  if (name == kAlgorithms[0]) return Algorithm::kTwoShot;
+  if (name == kAlgorithms[1]) return Algorithm::kOneShot;
+  return std::nullopt;
+}
+
+// Up to so many ranks, one-shot sums messages of up to so many bytes.
+struct OneShotLimit {
+  int ranks;
+  int64_t bytes;
+};
+using OneShotTable = std::array<OneShotLimit, 3>;
+inline constexpr OneShotTable kOneShotSharedGpu{{{2, 64 * 14336}, {4, 8 * 14336}, {8, 14336}}};
+inline constexpr OneShotTable kOneShotNvlink{{{2, 1 << 20}, {4, 1 << 17}, {8, 1 << 15}}};
+inline constexpr OneShotTable kOneShotMulticast{{{2, 1 << 20}, {4, 1 << 18}, {8, 1 << 16}}};
+
+// Bytes of the largest message that one-shot is expected to sum sooner than two-shot, 0 for none.
+inline constexpr int64_t OneShotBytes(int tp, int ranks_on_device, bool multicast) {
+  const OneShotTable& table = ranks_on_device > 1 ? kOneShotSharedGpu : multicast ? kOneShotMulticast : kOneShotNvlink;
+  for (const OneShotLimit& limit : table) {
+    if (tp <= limit.ranks) return limit.bytes;
+  }
+  return 0;
+}
+
+struct RoundPlan {
+  Algorithm algorithm;
+  int64_t chunks;
+};
+
+// The next round of a message of which `left` chunks are left; `asked` is nothing where the choice is ours.
+inline constexpr RoundPlan NextRound(const Layout& layout, int64_t left, std::optional<Algorithm> asked,
+                                     int ranks_on_device, bool multicast) {
+  const bool fast =
+      left <= layout.slot_chunks && left * kChunkBytes <= OneShotBytes(layout.tp, ranks_on_device, multicast);
+  const Algorithm algorithm = asked.value_or(fast ? Algorithm::kOneShot : Algorithm::kTwoShot);
+  return {algorithm, std::min(left, algorithm == Algorithm::kOneShot ? layout.slot_chunks : layout.capacity_chunks())};
+}
 
 // CTAs of one launch (R5).
 inline constexpr int64_t Grid(int64_t chunks, int ranks_on_device, int sm_count) {

@@ -15,12 +15,18 @@ from jax_twoshot import _compat, _ffi, protocol, workspace
 from jax_twoshot.workspace import Workspace
 
 
-def all_reduce(x: Any, axis_name: str | tuple[str, ...], *, workspace: Workspace | None = None) -> Any:
+def all_reduce(
+    x: Any,
+    axis_name: str | tuple[str, ...],
+    *,
+    workspace: Workspace | None = None,
+    algorithm: str = "auto",
+) -> Any:
     """Sums ``x`` over the ranks of one or several mesh axes: a drop-in for :func:`jax.lax.psum`.
 
     To be called inside :func:`jax.shard_map`. All ranks get the same bits: the values are added in FP32 in rank
     order (ranks are numbered along the mesh's axes, in the mesh's order) and rounded once, whatever the shape,
-    the batch size and the workspace. -0.0 counts as +0.0, and NaN comes out in one form.
+    the batch size, the workspace and the algorithm. -0.0 counts as +0.0, and NaN comes out in one form.
 
     The result has ``psum``'s type under ``check_vma=True`` (varying over the axes of ``x`` less ``axis_name``),
     ``psum``'s derivatives, and under :func:`jax.vmap` it is one call on the batched array.
@@ -30,6 +36,9 @@ def all_reduce(x: Any, axis_name: str | tuple[str, ...], *, workspace: Workspace
       axis_name: a manual axis of the mesh of the enclosing ``shard_map``, or a tuple of such, in any order.
       workspace: the buffers to use. By default the open one made for this mesh, these axes and this dtype; on CPU
         there need not be one. A message larger than the workspace takes several rounds, with the same bits.
+      algorithm: on CUDA, how to sum, with the same bits. "one_shot": every rank sums all, one hop; a message that
+        exceeds the workspace's slots takes several rounds. "two_shot": every rank sums a share, two hops, less
+        traffic. "auto" (default): for each round what is expected to be faster. CPU always takes two shots.
 
     Returns:
       The sum, with the structure, shapes and dtypes of ``x``.
@@ -37,12 +46,15 @@ def all_reduce(x: Any, axis_name: str | tuple[str, ...], *, workspace: Workspace
     Raises:
       TypeError: a dtype other than the three.
       NameError: ``axis_name`` is not an axis here: no such axis, or outside ``shard_map``.
-      ValueError: the axis is not manual, or the workspace is closed or does not fit.
+      ValueError: the axis is not manual, the workspace is closed or does not fit, or there is no such algorithm.
       NotImplementedError: another axis of the mesh is not manual, or the platform is neither CPU nor CUDA.
     """
     axes = _manual_axes(axis_name)
+    choices = ("auto", *protocol.ALGORITHMS)
+    if algorithm not in choices:
+        raise ValueError(f"jax_twoshot.all_reduce: algorithm must be one of {choices}, got {algorithm!r}")
     with jax.named_scope("jax_twoshot.all_reduce"):
-        return jax.tree.map(lambda leaf: _all_reduce_leaf(leaf, axes, workspace), x)
+        return jax.tree.map(lambda leaf: _all_reduce_leaf(leaf, axes, workspace, algorithm), x)
 
 
 class _Axes(NamedTuple):
@@ -90,7 +102,7 @@ def _manual_axes(axis_name: str | tuple[str, ...]) -> _Axes:
     return _Axes(in_mesh_order, others, dict(mesh.shape))
 
 
-def _all_reduce_leaf(x: Any, axes: _Axes, given: Workspace | None) -> jax.Array:
+def _all_reduce_leaf(x: Any, axes: _Axes, given: Workspace | None, algorithm: str) -> jax.Array:
     x = jnp.asarray(x)
     fmt = protocol.FORMATS.get(x.dtype.name)
     if fmt is None:
@@ -105,17 +117,19 @@ def _all_reduce_leaf(x: Any, axes: _Axes, given: Workspace | None) -> jax.Array:
     missing = tuple(n for n in axes.names if n not in _compat.varying(jax.typeof(x))) if typed else ()
     if missing:
         x = jax.lax.pcast(x, missing, to="varying")
-    params = _Params(axes.names, axes.tp, workspace.resolve(given, axes.names, axes.sizes, fmt), typed)
+    handle = workspace.resolve(given, axes.names, axes.sizes, fmt)
+    params = _Params(axes.names, axes.tp, handle, algorithm, typed)
     return all_reduce_p.bind(x, rank, group, **params._asdict())
 
 
 class _Params(NamedTuple):
-    """Of the primitive: reduced axes in mesh order, ranks, the workspace (None: the platform's default), and
-    whether the trace is typed (check_vma=True)."""
+    """Of the primitive: reduced axes in mesh order, ranks, the workspace (None: the platform's default), the
+    algorithm asked for, and whether the trace is typed (check_vma=True)."""
 
     axes: tuple[str, ...]
     tp: int
     workspace: workspace.Handle | None
+    algorithm: str
     typed: bool
 
 
@@ -124,7 +138,7 @@ all_reduce_p = Primitive("jax_twoshot_all_reduce")
 
 
 @all_reduce_p.def_abstract_eval
-def _abstract_eval(x, rank, group, *, axes, tp, workspace, typed):
+def _abstract_eval(x, rank, group, *, axes, tp, workspace, algorithm, typed):
     return _compat.with_varying(x, _compat.varying(x) - set(axes))
 
 
@@ -154,7 +168,7 @@ ad.primitive_transposes[all_reduce_p] = _transpose
 batching.primitive_batchers[all_reduce_p] = _batch
 
 
-def _lower_cpu(ctx, x, rank, group, *, axes, tp, workspace, typed):
+def _lower_cpu(ctx, x, rank, group, *, axes, tp, workspace, algorithm, typed):
     if _is_identity(ctx, tp):
         return [x]
     if jax.process_count() > 1:
@@ -169,7 +183,7 @@ def _lower_cpu(ctx, x, rank, group, *, axes, tp, workspace, typed):
     return jax.ffi.ffi_lowering(_ffi.TARGET)(ctx, x, rank, group, **_attributes(axes, layout))
 
 
-def _lower_cuda(ctx, x, rank, group, *, axes, tp, workspace, typed):
+def _lower_cuda(ctx, x, rank, group, *, axes, tp, workspace, algorithm, typed):
     if _is_identity(ctx, tp):
         return [x]
     if workspace is None:
@@ -187,7 +201,11 @@ def _lower_cuda(ctx, x, rank, group, *, axes, tp, workspace, typed):
     # The rank and the group are the workspace's to know: only x goes to the kernel.
     ctx = ctx.replace(avals_in=ctx.avals_in[:1])
     return jax.ffi.ffi_lowering(_ffi.TARGET)(
-        ctx, x, workspace=np.int64(workspace.id), **_attributes(axes, workspace.layout)
+        ctx,
+        x,
+        workspace=np.int64(workspace.id),
+        algorithm=algorithm,
+        **_attributes(axes, workspace.layout),
     )
 
 
@@ -206,7 +224,7 @@ def _is_identity(ctx, tp: int) -> bool:
     return tp == 1 or 0 in ctx.avals_in[0].shape
 
 
-def _lower_other(ctx, x, rank, group, *, axes, tp, workspace, typed):
+def _lower_other(ctx, x, rank, group, *, axes, tp, workspace, algorithm, typed):
     raise NotImplementedError(
         f"jax_twoshot.all_reduce runs on CPU and CUDA devices, not on {ctx.module_context.platforms}; use jax.lax.psum"
     )

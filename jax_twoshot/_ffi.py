@@ -35,13 +35,20 @@ def layout_offset(
     return _extension.layout_offsets(tp, slot_chunks, generations, generation, slot, chunk)
 
 
+def next_round(
+    layout: protocol.Layout, left: int, asked: str, ranks_on_device: int, multicast: bool
+) -> tuple[int, str]:
+    """``ffi/protocol.h``'s ``(chunks, algorithm)`` of the first of `protocol.rounds` of ``left`` chunks."""
+    return _extension.next_round(layout.tp, layout.slot_chunks, left, asked, ranks_on_device, multicast)
+
+
 def open_cuda_workspace(
     id: int,
     axes: str,
     layout: protocol.Layout,
     ranks_on_device: int,
     sm_count: int,
-    cubins: Sequence[tuple[str, bytes, str, bool]],
+    cubins: Sequence[tuple[str, str, bytes, str, bool]],
     ranks: Sequence[tuple[int, int, int, int, list[int]]],
 ) -> Any:
     """Loads kernels and makes the small buffers of a workspace on this process's GPUs.
@@ -52,7 +59,7 @@ def open_cuda_workspace(
       layout: of each rank's buffers.
       ranks_on_device: ranks that share one GPU.
       sm_count: least number of multiprocessors.
-      cubins: (format, image, symbol, programmatic launch) of each kernel.
+      cubins: (algorithm, format, image, symbol, programmatic launch) of each kernel.
       ranks: (device ordinal, rank, address, multicast address or 0, peers' addresses) of each local rank.
 
     Raises:

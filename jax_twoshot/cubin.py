@@ -27,7 +27,7 @@ from pathlib import Path
 import filelock
 
 from jax_twoshot import _settings
-from jax_twoshot.protocol import FORMATS
+from jax_twoshot.protocol import ALGORITHMS, FORMATS
 
 COMPILER = "nvidia-cutlass-dsl"
 _INSTALL = "pip install 'jax_twoshot[compile]'"
@@ -78,9 +78,9 @@ class Variant:
     Attributes:
       tp: ranks in the group, one of `TP`.
       format: name of the element type, one of `protocol.FORMATS`.
-      multicast: store sums once through a multicast address, else once to each peer.
+      multicast: store what all ranks get once through a multicast address, else once to each peer.
       arch: target, one of `ARCHS`.
-      algorithm: "two_shot".
+      algorithm: one of `protocol.ALGORITHMS`.
 
     Raises:
       ValueError: there is no such kernel.
@@ -93,7 +93,7 @@ class Variant:
     algorithm: str = "two_shot"
 
     def __post_init__(self) -> None:
-        choices = {"tp": TP, "format": tuple(FORMATS), "arch": ARCHS, "algorithm": ("two_shot",)}
+        choices = {"tp": TP, "format": tuple(FORMATS), "arch": ARCHS, "algorithm": ALGORITHMS}
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name}: kernels exist for {allowed}, got {getattr(self, name)!r}")
@@ -242,7 +242,13 @@ def compile_variant(variant: Variant) -> Cubin:
         raise CubinError(f"{COMPILER}: the compiler is not installed: {_INSTALL}")
     from jax_twoshot.kernels.all_reduce import AllReduce, compile_kernel
 
-    kernel = AllReduce(variant.tp, FORMATS[variant.format], multicast=variant.multicast, pdl=variant.pdl)
+    kernel = AllReduce(
+        variant.tp,
+        FORMATS[variant.format],
+        algorithm=variant.algorithm,
+        multicast=variant.multicast,
+        pdl=variant.pdl,
+    )
     compiled = compile_kernel(kernel, variant.arch)
     return Cubin(
         variant,
@@ -269,8 +275,9 @@ def _compile_into_cache(variant: Variant) -> Cubin:
 def variants(archs: Iterable[str]) -> list[Variant]:
     """Every kernel for these targets."""
     return [
-        Variant(tp, name, multicast, arch)
+        Variant(tp, name, multicast, arch, algorithm)
         for arch in archs
+        for algorithm in ALGORITHMS
         for tp in TP
         for name in FORMATS
         for multicast in ((False, True) if _has_pdl_and_multicast(arch) else (False,))

@@ -1,4 +1,4 @@
-"""The two-shot Lamport all-reduce, as data: sentinel, chunks, layout, offsets, rounds, launch plan.
+"""The Lamport all-reduce, two-shot and one-shot, as data: sentinel, chunks, layout, offsets, rounds, launch plan.
 
 Read this file first. It holds every number on which two ranks have to agree, uses the standard library only,
 and has one mirror, ``ffi/protocol.h``; importing the extension checks that the two say the same.
@@ -17,15 +17,21 @@ The words (``docs/design.md`` section 2)::
 
 The buffers of a rank lie in one allocation, `recv` before `gather`, every word armed with the sentinel::
 
-    recv    [P, TP, slot_chunks]   slot s: what rank s pushed of the chunks that this rank owns
+    recv    [P, TP, slot_chunks]   slot s: what rank s pushed of the chunks that this rank sums
     gather  [P, TP * slot_chunks]  the finished sums, in the order of the message
 
-One round (R1-R9 are the rules of ``docs/design.md``)::
+One two-shot round (R1-R9 are the rules of ``docs/design.md``)::
 
     push     store each chunk into slot `rank` of its owner's recv                            R1
     reduce   the owner polls the TP slots of a chunk, adds them in FP32 in rank order,
              rounds once, writes the sum into every rank's gather, re-arms the slots          R1 R2 R3
     collect  every rank polls its own gather, hands the value on, re-arms it                  R2 R4
+
+One one-shot round: every rank sums every chunk, so nothing is gathered, and chunk i lies at i in each slot::
+
+    push     store each chunk into slot `rank` of every rank's recv                           R1
+    reduce   every rank polls the TP slots of every chunk, adds and rounds as above, hands
+             the value on, re-arms the slots                                                  R1 R2 R3 R4
 """
 
 from __future__ import annotations
@@ -98,10 +104,11 @@ FORMATS = {
 
 
 class Round(NamedTuple):
-    """Chunks ``[start, start + chunks)`` of a message, summed in one turn of the protocol."""
+    """Chunks ``[start, start + chunks)`` of a message, summed in one turn of the protocol by one of `ALGORITHMS`."""
 
     start: int
     chunks: int
+    algorithm: str
 
 
 @dataclass(frozen=True)
@@ -130,9 +137,21 @@ class Layout:
             )
 
     @classmethod
-    def for_capacity(cls, tp: int, capacity_bytes: int, generations: int = GENERATIONS) -> Layout:
-        """The least layout that sums ``capacity_bytes`` of message in one round."""
-        return cls(tp, ceil_div(ceil_div(capacity_bytes, CHUNK_BYTES), tp), generations)
+    def for_capacity(
+        cls, tp: int, capacity_bytes: int, generations: int = GENERATIONS, *, one_shot_bytes: int = 0
+    ) -> Layout:
+        """The least layout that sums ``capacity_bytes`` of message in one round.
+
+        Args:
+          tp: ranks in the group.
+          capacity_bytes: of the largest two-shot round.
+          generations: P.
+          one_shot_bytes: what a slot can hold at least, but no more than the capacity. Beyond the two-shot share
+            ``capacity_bytes / tp`` each byte of it costs ``2 P TP`` bytes a rank. With `most_one_shot_bytes` and a
+            capacity of 64 x 7168 BF16 a rank has 7.3 MB instead of 3.7 at TP 2, 4.2 at TP 4, and 3.7 from TP 8 on.
+        """
+        slot_bytes = max(ceil_div(capacity_bytes, tp), min(one_shot_bytes, capacity_bytes))
+        return cls(tp, ceil_div(slot_bytes, CHUNK_BYTES), generations)
 
     @property
     def slot_bytes(self) -> int:
@@ -140,7 +159,7 @@ class Layout:
 
     @property
     def capacity_chunks(self) -> int:
-        """Chunks of the largest message that one round can sum."""
+        """Chunks of the largest two-shot round; a one-shot round has at most ``slot_chunks``."""
         return self.tp * self.slot_chunks
 
     @property
@@ -157,17 +176,12 @@ class Layout:
         return self.recv_bytes + self.gather_bytes
 
     def recv_offset(self, generation: int, slot: int, chunk: int) -> int:
-        """Of ``chunk`` (counted from the first one that the receiver owns) in ``slot``."""
+        """Of ``chunk`` (counted from the first one that the receiver sums) in ``slot``."""
         return ((generation * self.tp + slot) * self.slot_chunks + chunk) * CHUNK_BYTES
 
     def gather_offset(self, generation: int, chunk: int) -> int:
         """Of the sum of ``chunk`` of the round, whoever owns it."""
         return self.recv_bytes + (generation * self.capacity_chunks + chunk) * CHUNK_BYTES
-
-    def rounds(self, chunks: int) -> Iterator[Round]:
-        """The rounds of a message of ``chunks`` chunks, in order; none for an empty message (R4)."""
-        for start in range(0, chunks, self.capacity_chunks):
-            yield Round(start, min(self.capacity_chunks, chunks - start))
 
 
 def owned_chunks(chunks: int, tp: int) -> int:
@@ -178,6 +192,63 @@ def owned_chunks(chunks: int, tp: int) -> int:
 def owner_of(chunk: int, chunks: int, tp: int) -> tuple[int, int]:
     """``(owner, index)``: who sums ``chunk`` of a round of ``chunks``, and which of its own it is."""
     return divmod(chunk, owned_chunks(chunks, tp))
+
+
+# ---- One shot or two ---------------------------------------------------------------------------------------
+
+ALGORITHMS = ("two_shot", "one_shot")
+
+ONE_SHOT_SHARED_GPU = ((2, 64 * 14336), (4, 8 * 14336), (8, 14336))
+"""(ranks, bytes): up to so many ranks, of which several share a GPU, one-shot sums messages of up to so many bytes.
+
+Measured on one H200 under MPS, rows of 7168 BF16: one-shot was ahead up to 64 rows at TP 2 (the most that was
+measured), 8 at TP 4, 1 at TP 8."""
+ONE_SHOT_NVLINK = ((2, 1 << 20), (4, 1 << 17), (8, 1 << 15))
+"""The same for ranks on GPUs of their own. Reasoned, not tuned: one-shot moves ``(TP - 1) (1 - 2 / TP)`` times the
+message more through each GPU's link and saves one hop. With 1 us a hop and 400 GB/s the break-even is at 270 KB for
+TP 4 and 76 KB for TP 8, of which half is taken; at TP 2 one-shot moves no more."""
+ONE_SHOT_MULTICAST = ((2, 1 << 20), (4, 1 << 18), (8, 1 << 16))
+"""The same where a push is one multicast store: the link's receiving side is as busy, the sending side is not."""
+
+
+def one_shot_bytes(tp: int, ranks_on_device: int, multicast: bool) -> int:
+    """Bytes of the largest message that one-shot is expected to sum sooner than two-shot, 0 for none."""
+    table = ONE_SHOT_SHARED_GPU if ranks_on_device > 1 else ONE_SHOT_MULTICAST if multicast else ONE_SHOT_NVLINK
+    return next((most for ranks, most in table if tp <= ranks), 0)
+
+
+def most_one_shot_bytes(tp: int) -> int:
+    """`one_shot_bytes` wherever the ranks are: what the slots of a workspace are made for."""
+    return max(one_shot_bytes(tp, sharing, multicast) for sharing, multicast in ((2, False), (1, False), (1, True)))
+
+
+def algorithm(chunks: int, tp: int, ranks_on_device: int, multicast: bool) -> str:
+    """Which of `ALGORITHMS` sums ``chunks`` chunks sooner: a pure function of arguments that all ranks share."""
+    fast = chunks * CHUNK_BYTES <= one_shot_bytes(tp, ranks_on_device, multicast)
+    return "one_shot" if fast else "two_shot"
+
+
+def rounds(
+    layout: Layout, chunks: int, asked: str = "auto", ranks_on_device: int = 1, multicast: bool = False
+) -> Iterator[Round]:
+    """The rounds of a message of ``chunks`` chunks, in order; none for an empty message (R4).
+
+    Args:
+      layout: of each rank's buffers.
+      chunks: of the message.
+      asked: one of `ALGORITHMS` for all rounds, or "auto": what `algorithm` says, where it fits a slot.
+      ranks_on_device: most ranks that share one GPU.
+      multicast: whether a store can reach all ranks at once.
+    """
+    start = 0
+    while start < chunks:
+        left, chosen = chunks - start, asked
+        if asked == "auto":
+            fits = left <= layout.slot_chunks
+            chosen = algorithm(left, layout.tp, ranks_on_device, multicast) if fits else "two_shot"
+        size = min(left, layout.slot_chunks if chosen == "one_shot" else layout.capacity_chunks)
+        yield Round(start, size, chosen)
+        start += size
 
 
 # ---- Launch plan (CUDA) ------------------------------------------------------------------------------------

@@ -51,7 +51,9 @@ class Workspace:
       mesh: the mesh of the ``shard_map`` that will call :func:`jax_twoshot.all_reduce`.
       axis_names: the axis, or the tuple of axes in any order, to sum over.
       rows: most rows of a message that is summed in one round.
-      width: columns of such a row. Other shapes are welcome: what counts is ``rows * width`` elements.
+      width: columns of such a row. Other shapes are welcome: what counts is ``rows * width`` elements. A rank's
+        buffers on CUDA take about ``4 * rows * width`` elements, more where one-shot can carry much of such a message
+        (`protocol.Layout.for_capacity`).
       dtype: BF16 (default), FP16 or FP32. The two 16-bit types may share a workspace.
 
     Raises:
@@ -91,13 +93,14 @@ class Workspace:
         self.format = protocol.FORMATS[name]
         self.rows, self.width = int(rows), int(width)
         tp = int(np.prod([mesh.shape[n] for n in self.axis_names], dtype=np.int64))
-        # One rank has nobody to sum with and needs no buffers; the layout is then never used.
-        self.handle = Handle(
-            next(_ids),
-            protocol.Layout.for_capacity(max(tp, protocol.MIN_RANKS), self.rows * self.width * self.format.itemsize),
-            tuple(device.id for device in mesh.devices.flat),
-        )
         cuda = tp > 1 and mesh.devices.flat[0].platform == "gpu"
+        # One rank has nobody to sum with and needs no buffers; the layout is then never used.
+        layout = protocol.Layout.for_capacity(
+            max(tp, protocol.MIN_RANKS),
+            self.rows * self.width * self.format.itemsize,
+            one_shot_bytes=protocol.most_one_shot_bytes(tp) if cuda else 0,
+        )
+        self.handle = Handle(next(_ids), layout, tuple(device.id for device in mesh.devices.flat))
         if cuda and self.rows * self.width > protocol.MAX_ROUND_ELEMENTS:
             raise ValueError(
                 f"Workspace: rows * width must be at most {protocol.MAX_ROUND_ELEMENTS} elements, got {rows} * {width}"
@@ -201,7 +204,8 @@ class _CudaBuffers:
         (arch,) = {cubin.arch_for(_capability(by_ordinal[b.device])) for b in buffers}
         multicast = all(b.multicast is not None for b in buffers)
         found = [
-            cubin.find(cubin.Variant(self._layout.tp, f.name, multicast, arch))
+            cubin.find(cubin.Variant(self._layout.tp, f.name, multicast, arch, algorithm))
+            for algorithm in protocol.ALGORITHMS
             for f in protocol.FORMATS.values()
             if f.sentinel == self._format.sentinel
         ]
@@ -212,7 +216,7 @@ class _CudaBuffers:
             self._layout,
             buffers[0].ranks_on_device,
             buffers[0].sm_count,
-            [(c.variant.format, c.image, c.symbol, c.variant.pdl) for c in found],
+            [(c.variant.algorithm, c.variant.format, c.image, c.symbol, c.variant.pdl) for c in found],
             [(b.device, b.rank, b.address, b.multicast or 0, list(b.peers)) for b in buffers],
         )
 

@@ -11,7 +11,8 @@ handler does. Two orders are searched:
 **Memory** is one cell per place of recv and gather. A cell holds ``ARMED`` or the number of the call whose
 data it is; a sum is numbered by the call that made it. So old data in a new call is seen, whatever its value.
 
-A message is 0, 1 or 2 chunks; rank o owns chunk o. The faults that the search looks for:
+A message is 0, 1 or 2 chunks; in a two-shot call rank o owns chunk o, in a one-shot call every rank sums every
+chunk. The faults that the search looks for:
 
     live    a store over a cell that is not armed: somebody's data is gone
     stale   a poll that returned another call's data
@@ -32,7 +33,8 @@ Fault = Literal["live", "stale", "stuck"]
 
 
 class Cell(NamedTuple):
-    """One chunk of ``rank``'s buffers: slot ``place`` of its recv, or chunk ``place`` of its gather."""
+    """One chunk of ``rank``'s buffers: ``place`` is a chunk of its gather, or a slot of its recv. A slot holds two
+    chunks: place 0 is the first of slot 0, place 1 that of slot 1, then come their second ones."""
 
     rank: int
     buffer: Literal["recv", "gather"]
@@ -55,6 +57,7 @@ class Protocol:
     Attributes:
       generations: copies of the buffers, used in turn.
       messages: chunks of each call's message.
+      one_shot: which calls are one-shot.
       deferred: a call re-arms what the call before it has read, not what it reads itself.
       empty_advances: a call without elements moves on to the next generation.
       in_order: the steps of a call happen in the order of its list.
@@ -62,6 +65,7 @@ class Protocol:
 
     generations: int
     messages: tuple[int, ...] = (2, 2, 2, 2)
+    one_shot: frozenset[int] = frozenset()
     deferred: bool = False
     empty_advances: bool = False
     in_order: bool = True
@@ -73,15 +77,41 @@ class Protocol:
     def reads(self, rank: int, call: int) -> list[Cell]:
         """What ``rank`` polls in ``call``, hence what it must re-arm: its slots, then its gather."""
         chunks, generation = self.messages[call], self.generation(call)
-        slots = [Cell(rank, "recv", generation, slot) for slot in RANKS if rank < chunks]
+        if call in self.one_shot:
+            return [slot for chunk in range(chunks) for slot in slots_of(rank, generation, chunk)]
+        slots = slots_of(rank, generation) if rank < chunks else []
         return slots + [Cell(rank, "gather", generation, chunk) for chunk in range(chunks)]
 
     def steps(self, rank: int, call: int) -> list[Step]:
-        """Push, reduce, collect, and the re-arms of one call of one rank; an empty call has no steps (R4)."""
-        chunks, generation = self.messages[call], self.generation(call)
-        if chunks == 0:
+        """All of one call of one rank, with its re-arms; an empty call has no steps (R4)."""
+        if self.messages[call] == 0:
             return []
-        steps = [Step("store", Cell(owner, "recv", generation, rank)) for owner in range(chunks)]
+        steps = self.one_shot_steps(rank, call) if call in self.one_shot else self.two_shot_steps(rank, call)
+        if self.deferred:
+            earlier = [before for before in range(call) if self.messages[before] > 0]
+            steps += [Step("rearm", cell) for dirty in earlier[-1:] for cell in self.reads(rank, dirty)]
+        if self.in_order:
+            steps = [step._replace(after=tuple(range(i))) for i, step in enumerate(steps)]
+        return steps
+
+    def one_shot_steps(self, rank: int, call: int) -> list[Step]:
+        """Push to every rank, then reduce every chunk."""
+        chunks, generation = self.messages[call], self.generation(call)
+        steps = [
+            Step("store", slots_of(peer, generation, chunk)[rank]) for chunk in range(chunks) for peer in RANKS
+        ]
+        for chunk in range(chunks):
+            slots = slots_of(rank, generation, chunk)
+            polls = tuple(len(steps) + i for i in range(len(slots)))
+            steps += [Step("poll", slot) for slot in slots]
+            if not self.deferred:
+                steps += [Step("rearm", slot, after=polls) for slot in slots]
+        return steps
+
+    def two_shot_steps(self, rank: int, call: int) -> list[Step]:
+        """Push, reduce what this rank owns, collect."""
+        chunks, generation = self.messages[call], self.generation(call)
+        steps = [Step("store", slots_of(owner, generation)[rank]) for owner in range(chunks)]
 
         slots = [cell for cell in self.reads(rank, call) if cell.buffer == "recv"]
         polls = tuple(len(steps) + i for i in range(len(slots)))
@@ -96,13 +126,12 @@ class Protocol:
             steps.append(Step("poll", cell))
             if not self.deferred:
                 steps.append(Step("rearm", cell, after=(len(steps) - 1,)))
-
-        if self.deferred:
-            earlier = [before for before in range(call) if self.messages[before] > 0]
-            steps += [Step("rearm", cell) for dirty in earlier[-1:] for cell in self.reads(rank, dirty)]
-        if self.in_order:
-            steps = [step._replace(after=tuple(range(i))) for i, step in enumerate(steps)]
         return steps
+
+
+def slots_of(rank: int, generation: int, index: int = 0) -> list[Cell]:
+    """The slots, one for each pushing rank, of the chunk that ``rank`` sums as its number ``index``."""
+    return [Cell(rank, "recv", generation, index * len(RANKS) + slot) for slot in RANKS]
 
 
 class RankState(NamedTuple):

@@ -93,8 +93,9 @@ def test_a_gpu_without_kernels(capability):
 def test_names_are_stable_and_different():
     assert VARIANT.name == "two_shot-tp2-float32-peers-sm_90a"
     assert Variant(16, "bfloat16", True, "sm_100a").name == "two_shot-tp16-bfloat16-multicast-sm_100a"
+    assert Variant(3, "float16", False, "sm_80", "one_shot").name == "one_shot-tp3-float16-peers-sm_80"
     names = [variant.name for variant in cubin.variants(cubin.ARCHS)]
-    assert len(set(names)) == len(names) == 8 * 3 * (2 * 4 + 2)
+    assert len(set(names)) == len(names) == 2 * 8 * 3 * (2 * 4 + 2)
 
 
 @pytest.mark.parametrize(
@@ -103,7 +104,7 @@ def test_names_are_stable_and_different():
         ((9, "bfloat16", False, "sm_90a"), "^tp: .*got 9"),
         ((2, "int8", False, "sm_90a"), "^format: .*got 'int8'"),
         ((2, "bfloat16", False, "sm_75"), "^arch: .*got 'sm_75'"),
-        ((2, "bfloat16", False, "sm_90a", "one_shot"), "^algorithm: .*got 'one_shot'"),
+        ((2, "bfloat16", False, "sm_90a", "three_shot"), "^algorithm: .*got 'three_shot'"),
         ((2, "bfloat16", True, "sm_89"), "^multicast: .*sm_89.*multicast=False"),
     ],
 )
@@ -273,7 +274,7 @@ def test_stale_cubins_are_refused(compiles, explicit, monkeypatch, where):
 def test_the_digest_covers_every_kernel_source_and_the_protocol(monkeypatch, tmp_path):
     digests = {cubin.sources_digest()}
     sources = ["protocol.py", *(f"kernels/{path.name}" for path in (cubin._ROOT / "kernels").glob("*.py"))]
-    assert len(sources) >= 5
+    assert len(sources) >= 6
     for changed in sources:
         root = tmp_path / changed.replace("/", "-")
         (root / "kernels").mkdir(parents=True)
@@ -321,17 +322,17 @@ def test_compile_all(compiles, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(cubin, "TP", (2,))
     out = tmp_path / "a" / "b"
     done = cubin.compile_all(["sm_90a", "sm_80"], out, cubin.print_progress)
-    assert len(done) == 9
+    assert len(done) == 18
     assert {path.name for path in out.iterdir()} == {
         f"{variant.name}{suffix}"
         for variant in cubin.variants(["sm_90a", "sm_80"])
         for suffix in (".cubin", ".json")
     }
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == [f"[{number}/9]" for number in range(1, 10)]
+    assert [line.split()[0] for line in lines] == [f"[{number}/18]" for number in range(1, 19)]
     monkeypatch.setenv("JAX_TWOSHOT_CUBIN_PATH", str(out))
     assert find(VARIANT) in done
-    assert len(compiles) == 9
+    assert len(compiles) == 18
 
 
 def test_compile_all_for_an_unknown_target(compiles, tmp_path):

@@ -67,6 +67,13 @@ def test_not_an_array() -> None:
         jax.jit(f).trace(X)
 
 
+@pytest.mark.parametrize("algorithm", ["oneshot", "", None, 1], ids=str)
+def test_algorithm(algorithm: Any) -> None:
+    with pytest.raises(ValueError) as error:
+        trace(options={"algorithm": algorithm})
+    Says("algorithm", "'auto'", "'two_shot'", "'one_shot'", f"got {algorithm!r}").check(error)
+
+
 @pytest.mark.parametrize("axis_name", ["nope", ("tp", "nope"), ("nope",)], ids=str)
 def test_unknown_axis(axis_name: Any) -> None:
     with pytest.raises(NameError) as error:

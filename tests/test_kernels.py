@@ -21,21 +21,23 @@ PARAMETERS = {
     "rank": 4,
     "base": 8,
     "multicast": 8,
-    "peers": 8,
     "control": 8,
     "status": 8,
     "timeout_ns": 8,
     "generations": 4,
 }
-"""Names and bytes: what ``ffi/all_reduce_cuda.cc`` packs."""
+"""Names and bytes: what ``ffi/all_reduce_cuda.cc`` packs, in front of every rank's address."""
 
+OPERAND_LOADS = 2
+"""Beside the control block's load, and ahead of the next push in the loop."""
 FRAME_SIZE = 0x11
 """The cubin attribute that says how many bytes a thread spills."""
 
 EVERYWHERE = [
-    Variant(tp, name, multicast, arch)
+    Variant(tp, name, multicast, arch, algorithm)
     for arch in cubin.ARCHS
     if arch != "sm_90a"
+    for algorithm in protocol.ALGORITHMS
     for tp, name in ((2, "bfloat16"), (7, "float32"), (16, "float16"))
     for multicast in (False, True)
     if not multicast or cubin.capability(arch) >= (9, 0)
@@ -45,13 +47,26 @@ VARIANTS = [*cubin.variants(["sm_90a"]), *EVERYWHERE]
 each_variant = pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)
 
 
+def one_shot(variant: Variant) -> bool:
+    return variant.algorithm == "one_shot"
+
+
+def places(variant: Variant) -> int:
+    """Chunks that a thread polls for one chunk of the result: its slots, and in two shots its sum."""
+    return variant.tp if one_shot(variant) else variant.tp + 1
+
+
 @functools.cache
 def compiled(variant: Variant):
     """The compiler's output. Without a compiler these tests fail: the extra "test" installs it."""
     from jax_twoshot.kernels.all_reduce import AllReduce, compile_kernel
 
     kernel = AllReduce(
-        variant.tp, protocol.FORMATS[variant.format], multicast=variant.multicast, pdl=variant.pdl
+        variant.tp,
+        protocol.FORMATS[variant.format],
+        algorithm=variant.algorithm,
+        multicast=variant.multicast,
+        pdl=variant.pdl,
     )
     return compile_kernel(kernel, variant.arch)
 
@@ -80,25 +95,26 @@ def test_registers_let_the_planned_blocks_be_resident(variant):
 @each_variant
 def test_parameters(variant):
     bits = re.findall(r"\.param \.[ub](\d+) ", compiled(variant).ptx)
-    assert [int(b) // 8 for b in bits] == list(PARAMETERS.values())
+    assert [int(b) // 8 for b in bits] == [*PARAMETERS.values(), *[8] * variant.tp]
 
 
 @each_variant
-def test_sums_are_stored_once_through_multicast_or_once_to_each_peer(variant):
+def test_what_all_ranks_get_is_stored_once_through_multicast_or_once_to_each_peer(variant):
+    """The sums of two shots, what one shot pushes."""
     kind = {"bfloat16": "bf16x2", "float16": "f16x2", "float32": "f32"}[variant.format]
     multicast = count(variant, rf"multimem\.st\.relaxed\.sys\.global\.v4\.{kind} ")
     assert multicast == compiled(variant).ptx.count("multimem") == variant.multicast
-    push, rearm_slots, rearm_gather = 1, variant.tp, 1
-    sums = 0 if variant.multicast else variant.tp
-    assert count(variant, r"st\.relaxed\.sys\.global\.v4\.u32 ") == push + sums + rearm_slots + rearm_gather
+    to_everyone = 0 if variant.multicast else variant.tp
+    to_the_owner, rearm = (0 if one_shot(variant) else 1), places(variant)
+    assert count(variant, r"st\.relaxed\.sys\.global\.v4\.u32 ") == to_everyone + to_the_owner + rearm
 
 
 @each_variant
 def test_polls_are_whole_chunks(variant):
     first_look, loop = 1, 1
-    assert count(variant, r"ld\.relaxed\.sys\.global\.v4\.u32 ") == (first_look + loop) * (variant.tp + 1)
-    assert count(variant, r"ld\.relaxed\.sys") == (first_look + loop) * (variant.tp + 1)
-    assert count(variant, r"ld\.global\.v4\.u32 ") == 1
+    assert count(variant, r"ld\.relaxed\.sys\.global\.v4\.u32 ") == (first_look + loop) * places(variant)
+    assert count(variant, r"ld\.relaxed\.sys") == (first_look + loop) * places(variant)
+    assert count(variant, r"ld\.global\.v4\.u32 ") == OPERAND_LOADS
     assert count(variant, r"st\.global\.v4\.u32 ") == 2  # A sum, or NaN where the workspace has failed.
 
 
@@ -113,7 +129,7 @@ def test_a_sum_that_never_came_is_nan(variant):
 @each_variant
 def test_elements_of_the_last_chunk_are_masked_one_by_one(variant):
     chunk = protocol.FORMATS[variant.format]
-    assert count(variant, rf"ld\.global\.u{8 * chunk.itemsize} ") == chunk.chunk - 1
+    assert count(variant, rf"ld\.global\.u{8 * chunk.itemsize} ") == OPERAND_LOADS * (chunk.chunk - 1)
     assert count(variant, rf"st\.global\.u{8 * chunk.itemsize} ") == 2 * (chunk.chunk - 1)
 
 
@@ -133,9 +149,9 @@ def test_arithmetic_is_fp32_in_rank_order_and_never_flushes_to_zero(variant):
 def test_sentinel(variant):
     signed = protocol.FORMATS[variant.format].sentinel - (1 << 32)
     compared = count(variant, rf"setp\.(ne|eq)\.b32\s+%p\d+, %r\d+, {signed};")
-    assert compared >= 2 * 4 * (variant.tp + 1)  # All four words, at the first look and in the loop.
+    assert compared >= 2 * 4 * places(variant)  # All four words, at the first look and in the loop.
     rearmed = rf"st\.relaxed\.sys\.global\.v4\.u32 \[%rd\d+\], {{{signed}, {signed}, {signed}, {signed}}};"
-    assert count(variant, rearmed) == variant.tp + 1
+    assert count(variant, rearmed) == places(variant)
 
 
 @each_variant
@@ -149,6 +165,14 @@ def test_next_launch_may_start_only_after_the_wait_for_the_last(variant):
         assert "griddepcontrol" not in ptx
 
 
+@each_variant
+def test_only_these_loads(variant):
+    """The operand, the control block, what is polled and, in the slow path, the state: no table, no spilled word."""
+    elements = OPERAND_LOADS * (protocol.FORMATS[variant.format].chunk - 1)
+    polls, waits = 2 * places(variant), -(-variant.tp // 8) + (not one_shot(variant))
+    assert count(variant, r"ld\.(?!param)") == OPERAND_LOADS + elements + 1 + polls + waits
+
+
 def test_programmatic_launch_is_for_hopper_and_later():
     assert [arch for arch in cubin.ARCHS if not Variant(2, "bfloat16", False, arch).pdl] == ["sm_80", "sm_89"]
 
@@ -156,11 +180,14 @@ def test_programmatic_launch_is_for_hopper_and_later():
 def test_signature_and_docstring_state_the_parameters():
     from jax_twoshot.kernels import all_reduce
 
+    expected = PARAMETERS | {"peers": 8}
     stated = re.findall(r"^    (\w+) +int(32|64) ", all_reduce.__doc__, re.MULTILINE)
-    assert {name: int(bits) // 8 for name, bits in stated} == PARAMETERS
+    assert {name: int(bits) // 8 for name, bits in stated} == expected
     for function in (all_reduce.AllReduce.kernel, all_reduce.AllReduce.__call__):
         annotations = inspect.get_annotations(inspect.unwrap(function))
-        assert {n: int(t[3:]) // 8 for n, t in annotations.items() if n != "return"} == PARAMETERS
+        assert annotations.pop("return") == "None"
+        assert annotations.pop("peers") == "list[Int64]"
+        assert {name: int(kind[3:]) // 8 for name, kind in annotations.items()} == PARAMETERS
 
 
 def test_compiling_twice_gives_the_same_bytes():
@@ -174,7 +201,9 @@ def test_other_programmatic_choices_are_kernels_too():
     """Hopper without programmatic launch: for a profile, or to look for a race."""
     from jax_twoshot.kernels.all_reduce import AllReduce, compile_kernel
 
-    kernel = AllReduce(2, protocol.FORMATS["bfloat16"], multicast=False, pdl=False)
+    kernel = AllReduce(
+        2, protocol.FORMATS["bfloat16"], algorithm="two_shot", multicast=False, pdl=False
+    )
     assert "griddepcontrol" not in compile_kernel(kernel, "sm_90a").ptx
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import product
+from itertools import combinations, product
 
 import pytest
 from model import Protocol, Step, explain, search
@@ -12,6 +12,8 @@ from jax_twoshot import protocol
 
 CTA_MESSAGES = (2, 1, 2, 1)
 """The relaxed order has too many interleavings of four deferred calls of two chunks to visit in a test."""
+ALL, EVERY_OTHER = frozenset(range(4)), frozenset({1, 3})
+"""Which of four calls are one-shot."""
 
 
 @pytest.mark.parametrize(
@@ -23,6 +25,11 @@ CTA_MESSAGES = (2, 1, 2, 1)
         pytest.param(Protocol(3, CTA_MESSAGES, deferred=True, in_order=False), 17952, id="deferred-ctas"),
         pytest.param(Protocol(2, (2, 0, 2, 2)), 412, id="empty-call-stays-thread"),
         pytest.param(Protocol(2, (2, 0, 2, 2), in_order=False), 16490, id="empty-call-stays-ctas"),
+        pytest.param(Protocol(2, one_shot=ALL), 756, id="one-shot-thread"),
+        pytest.param(Protocol(2, CTA_MESSAGES, one_shot=ALL, in_order=False), 43917, id="one-shot-ctas"),
+        pytest.param(Protocol(2, one_shot=EVERY_OTHER), 654, id="mixed-thread"),
+        pytest.param(Protocol(2, CTA_MESSAGES, one_shot=EVERY_OTHER, in_order=False), 11673, id="mixed-ctas"),
+        pytest.param(Protocol(3, one_shot=EVERY_OTHER, deferred=True), 518, id="mixed-deferred-thread"),
     ],
 )
 def test_holds(variant: Protocol, states: int) -> None:
@@ -35,6 +42,7 @@ def test_holds(variant: Protocol, states: int) -> None:
     ("variant", "states"),
     [
         pytest.param(Protocol(1), 734, id="1-immediate-thread"),
+        pytest.param(Protocol(2, one_shot=EVERY_OTHER, deferred=True), 822, id="2-mixed-deferred-thread"),
         pytest.param(Protocol(1, in_order=False), 23853, id="1-immediate-ctas"),
         pytest.param(Protocol(2, deferred=True), 496, id="2-deferred-thread"),
         pytest.param(Protocol(2, CTA_MESSAGES, deferred=True, in_order=False), 21218, id="2-deferred-ctas"),
@@ -52,9 +60,10 @@ def test_fails(variant: Protocol, states: int) -> None:
     assert "store" in result.faults["live"][-1] and "recv" in result.faults["live"][-1]
 
 
-def test_constants_are_the_least_that_hold() -> None:
+@pytest.mark.parametrize("one_shot", [frozenset(), ALL, EVERY_OTHER], ids=["two-shot", "one-shot", "mixed"])
+def test_constants_are_the_least_that_hold(one_shot: frozenset[int]) -> None:
     for deferred, constant in ((False, protocol.GENERATIONS), (True, protocol.GENERATIONS_DEFERRED)):
-        holds = [n for n in range(1, 5) if not search(Protocol(n, deferred=deferred)).faults]
+        holds = [n for n in range(1, 5) if not search(Protocol(n, one_shot=one_shot, deferred=deferred)).faults]
         assert holds == list(range(constant, 5))
 
 
@@ -62,8 +71,18 @@ def test_constants_are_the_least_that_hold() -> None:
 def test_every_sequence_of_sizes_holds(generations: int, deferred: bool) -> None:
     """R2 and R4: large, small and empty calls follow each other, and one chunk makes every rank wait."""
     for messages in product((0, 1, 2), repeat=4):
-        result = search(Protocol(generations, messages, deferred))
+        result = search(Protocol(generations, messages, deferred=deferred))
         assert not result.faults, f"{messages}: {explain(result.faults)}"
+
+
+@pytest.mark.parametrize(("generations", "deferred"), [(2, False), (3, True)])
+def test_every_sequence_of_algorithms_holds(generations: int, deferred: bool) -> None:
+    """R4: a one-shot call makes every rank wait for every rank too."""
+    for size in range(5):
+        for one_shot in combinations(range(4), size):
+            for messages in ((2, 2, 2, 2), (2, 1, 2, 1), (1, 2, 0, 2)):
+                result = search(Protocol(generations, messages, frozenset(one_shot), deferred))
+                assert not result.faults, f"{one_shot} of {messages}: {explain(result.faults)}"
 
 
 def test_shortest_fault_of_one_generation() -> None:
@@ -88,6 +107,15 @@ def test_states_counted_by_hand() -> None:
     result = search(Protocol(2, messages=(1,)))
     assert not result.faults
     assert result.states == 3 + 10 + 5 + 5
+
+
+def test_states_of_one_shot_counted_by_hand() -> None:
+    """One call of one chunk, in order: each rank has 6 steps (2 pushes, 2 polls, 2 re-arms), which would make 7 x 7
+    states. Rank 0 passes its second poll after rank 1's first push: not 3 of them. Rank 1 passes its first poll
+    after rank 0's second push: not 4 x 2 of them."""
+    result = search(Protocol(2, messages=(1,), one_shot=frozenset({0})))
+    assert not result.faults
+    assert result.states == 7 * 7 - 3 - 4 * 2
 
 
 def test_only_empty_calls_are_one_state() -> None:

@@ -9,13 +9,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jax_twoshot import _ffi, protocol
-from jax_twoshot.protocol import CHUNK_BYTES, FORMATS, GENERATIONS, GENERATIONS_DEFERRED, MAX_RANKS, Layout
+from jax_twoshot.protocol import (
+    ALGORITHMS,
+    CHUNK_BYTES,
+    FORMATS,
+    GENERATIONS,
+    GENERATIONS_DEFERRED,
+    MAX_RANKS,
+    Layout,
+    Round,
+)
 
 ranks = st.integers(2, MAX_RANKS)
 generations = st.sampled_from((GENERATIONS, GENERATIONS_DEFERRED))
 small_layouts = st.builds(Layout, st.integers(2, 9), st.integers(1, 12), generations)
 layouts = st.builds(Layout, ranks, st.integers(1, 1 << 40), generations)
 chunk_counts = st.integers(1, 1 << 40)
+choices = st.sampled_from(("auto", *ALGORITHMS))
 
 
 def recv_offsets(layout: Layout) -> list[int]:
@@ -69,6 +79,18 @@ class TestLayout:
         if layout.slot_chunks > 1:
             assert Layout(tp, layout.slot_chunks - 1).capacity_chunks * CHUNK_BYTES < capacity
 
+    @given(ranks, st.integers(1, 1 << 24), st.integers(0, 1 << 24))
+    def test_for_capacity_makes_slots_for_one_shot(self, tp: int, capacity: int, one_shot: int) -> None:
+        """The least slots that hold both a share of the capacity and a one-shot message within it."""
+        layout = Layout.for_capacity(tp, capacity, one_shot_bytes=one_shot)
+        two_shot, needed = Layout.for_capacity(tp, capacity), min(one_shot, capacity)
+        assert layout.slot_chunks == max(two_shot.slot_chunks, protocol.ceil_div(needed, CHUNK_BYTES))
+
+    @pytest.mark.parametrize(("tp", "megabytes"), [(2, 7.3), (4, 4.2), (8, 3.7), (16, 3.7)])
+    def test_memory_that_the_docstring_states(self, tp: int, megabytes: float) -> None:
+        most = protocol.most_one_shot_bytes(tp)
+        assert round(Layout.for_capacity(tp, 64 * 14336, one_shot_bytes=most).bytes / 1e6, 1) == megabytes
+
     @pytest.mark.parametrize(
         ("arguments", "text"),
         [
@@ -102,19 +124,67 @@ class TestOwnership:
 
 
 class TestRounds:
-    @given(st.builds(Layout, st.integers(2, 9), st.integers(1, 50)), st.integers(0, 5000))
-    def test_cover_each_chunk_once(self, layout: Layout, chunks: int) -> None:
-        covered = [r.start + i for r in layout.rounds(chunks) for i in range(r.chunks)]
-        assert covered == list(range(chunks))
-        assert all(0 < r.chunks <= layout.capacity_chunks for r in layout.rounds(chunks))
+    @given(st.builds(Layout, st.integers(2, 9), st.integers(1, 50)), st.integers(0, 5000), choices)
+    def test_cover_each_chunk_once_and_fit(self, layout: Layout, chunks: int, asked: str) -> None:
+        done = list(protocol.rounds(layout, chunks, asked))
+        assert [r.start + i for r in done for i in range(r.chunks)] == list(range(chunks))
+        most = {"two_shot": layout.capacity_chunks, "one_shot": layout.slot_chunks}
+        assert all(0 < r.chunks <= most[r.algorithm] for r in done)
+        assert asked == "auto" or {r.algorithm for r in done} <= {asked}
 
-    def test_empty_message_has_none(self) -> None:
-        assert list(Layout(8, 4).rounds(0)) == []
+    @pytest.mark.parametrize("asked", ["auto", *ALGORITHMS])
+    def test_empty_message_has_none(self, asked: str) -> None:
+        assert list(protocol.rounds(Layout(8, 4), 0, asked)) == []
 
     def test_one_round_up_to_the_capacity(self) -> None:
-        layout = Layout.for_capacity(8, 64 * 7168 * 2)
-        assert [r.chunks for r in layout.rounds(64 * 896)] == [64 * 896]
-        assert [r.chunks for r in layout.rounds(64 * 896 + 1)] == [64 * 896, 1]
+        layout = Layout.for_capacity(8, 64 * 14336)
+        whole = Round(0, 64 * 896, "two_shot")
+        assert list(protocol.rounds(layout, 64 * 896, "two_shot")) == [whole]
+        assert list(protocol.rounds(layout, 64 * 896 + 1, "two_shot")) == [whole, Round(64 * 896, 1, "two_shot")]
+
+    def test_one_shot_takes_rounds_of_a_slot(self) -> None:
+        assert list(protocol.rounds(Layout(4, 10), 25, "one_shot")) == [
+            Round(0, 10, "one_shot"),
+            Round(10, 10, "one_shot"),
+            Round(20, 5, "one_shot"),
+        ]
+
+    def test_auto_is_two_shot_where_a_round_does_not_fit_a_slot(self) -> None:
+        assert protocol.algorithm(11, 4, 1, False) == "one_shot"
+        assert list(protocol.rounds(Layout(4, 10), 10)) == [Round(0, 10, "one_shot")]
+        assert list(protocol.rounds(Layout(4, 10), 11)) == [Round(0, 11, "two_shot")]
+        assert list(protocol.rounds(Layout(4, 10), 41)) == [Round(0, 40, "two_shot"), Round(40, 1, "one_shot")]
+
+
+class TestAlgorithm:
+    @pytest.mark.parametrize(
+        ("tp", "sharing", "rows"),
+        [
+            *((2, 2, 64), (3, 3, 8), (4, 4, 8), (5, 5, 1), (8, 8, 1), (8, 2, 1), (16, 16, 0)),
+            *((2, 1, 73), (4, 1, 9), (8, 1, 2), (9, 1, 0)),
+        ],
+    )
+    def test_rows_of_7168_that_one_shot_sums(self, tp: int, sharing: int, rows: int) -> None:
+        chosen = [protocol.algorithm(rows * 896, tp, sharing, False) for rows in range(1, 129)]
+        assert chosen == ["one_shot"] * rows + ["two_shot"] * (128 - rows)
+
+    @given(st.integers(2, MAX_RANKS), st.integers(1, 8), st.booleans(), chunk_counts, chunk_counts)
+    def test_smaller_messages_and_groups_are_no_less_one_shot(
+        self, tp: int, sharing: int, multicast: bool, a: int, b: int
+    ) -> None:
+        small, large = sorted((a % 100000 + 1, b % 100000 + 1))
+        if protocol.algorithm(large, tp, sharing, multicast) == "one_shot":
+            assert protocol.algorithm(small, tp, sharing, multicast) == "one_shot"
+            assert protocol.algorithm(large, max(tp - 1, 2), sharing, multicast) == "one_shot"
+
+    @given(st.integers(2, MAX_RANKS), st.integers(1, 8), st.booleans())
+    def test_a_workspace_has_slots_for_it(self, tp: int, sharing: int, multicast: bool) -> None:
+        most = protocol.one_shot_bytes(tp, sharing, multicast)
+        assert most <= protocol.most_one_shot_bytes(tp)
+        layout = Layout.for_capacity(tp, 1 << 22, one_shot_bytes=protocol.most_one_shot_bytes(tp))
+        chunks = most // CHUNK_BYTES
+        expected = [Round(0, chunks, "one_shot")] if chunks else []
+        assert list(protocol.rounds(layout, chunks, "auto", sharing, multicast)) == expected
 
 
 @pytest.mark.parametrize("name", ["bfloat16", "float16", "float32"])
@@ -179,8 +249,32 @@ class TestMirror:
 
     def test_constants(self) -> None:
         constants = _ffi.protocol_constants()
-        for name in ("CHUNK_BYTES", "WORD_BYTES", "MIN_RANKS", "MAX_RANKS", "GENERATIONS"):
+        for name in ("CHUNK_BYTES", "WORD_BYTES", "MIN_RANKS", "MAX_RANKS", "GENERATIONS", "ALGORITHMS"):
             assert constants[name] == getattr(protocol, name), name
+        for name in ("ONE_SHOT_SHARED_GPU", "ONE_SHOT_NVLINK", "ONE_SHOT_MULTICAST"):
+            assert constants[name] == getattr(protocol, name), name
+
+    @given(
+        st.builds(Layout, ranks, st.integers(1, 1 << 17)),
+        st.integers(1, 1 << 22),
+        choices,
+        st.integers(1, 8),
+        st.booleans(),
+    )
+    def test_next_round(
+        self, layout: Layout, left: int, asked: str, sharing: int, multicast: bool
+    ) -> None:
+        first = next(protocol.rounds(layout, left, asked, sharing, multicast))
+        assert _ffi.next_round(layout, left, asked, sharing, multicast) == (first.chunks, first.algorithm)
+
+    @pytest.mark.parametrize("multicast", [False, True])
+    @pytest.mark.parametrize("sharing", [1, 2])
+    @pytest.mark.parametrize("tp", [2, 3, 4, 5, 8, 9])
+    def test_next_round_at_the_limit(self, tp: int, sharing: int, multicast: bool) -> None:
+        layout, limit = Layout(tp, 1 << 17), protocol.one_shot_bytes(tp, sharing, multicast) // CHUNK_BYTES
+        assert _ffi.next_round(layout, limit + 1, "auto", sharing, multicast) == (limit + 1, "two_shot")
+        if limit:
+            assert _ffi.next_round(layout, limit, "auto", sharing, multicast) == (limit, "one_shot")
 
     @given(small_layouts, st.data())
     def test_offsets(self, layout: Layout, data: st.DataObject) -> None:

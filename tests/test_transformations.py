@@ -14,12 +14,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import DTYPES, all_reduce_on_ranks, assert_bitwise, cpu_mesh, integers, on_ranks, run_ok
+from helpers import (
+    DTYPES,
+    all_reduce_on_ranks,
+    assert_bitwise,
+    assert_every_rank_has_the_sum,
+    cpu_mesh,
+    integers,
+    on_ranks,
+    run_ok,
+)
 from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jax_twoshot
+from jax_twoshot import protocol
 
 REDUCERS = (jax_twoshot.all_reduce, lax.psum)
 
@@ -441,3 +451,44 @@ def test_two_meshes_and_two_threads() -> None:
     for thread in threads:
         thread.join()
     assert not wrong
+
+
+class TestAlgorithm:
+    """What is asked for reaches the handler of CUDA, through everything that JAX does to a function."""
+
+    @staticmethod
+    def asked(f: Callable[[jax.Array], jax.Array], x: Any) -> list[str]:
+        """The attribute of each custom call of ``f``, lowered for CUDA over four ranks."""
+        mesh = cpu_mesh(4)
+        with jax_twoshot.Workspace(mesh, "tp", rows=1, width=64):
+            lowered = on_ranks(f, mesh).trace(x).lower(lowering_platforms=("cuda",))
+        assert custom_calls(lowered)
+        return re.findall(r'custom_call @jax_twoshot\w*\(.*algorithm = "(\w+)"', lowered.as_text())
+
+    @pytest.mark.parametrize("algorithm", ["auto", *protocol.ALGORITHMS])
+    def test_attribute(self, algorithm: str) -> None:
+        def reduce(x: jax.Array) -> jax.Array:
+            return jax_twoshot.all_reduce(x, "tp", algorithm=algorithm)
+
+        def gradient(x: jax.Array) -> jax.Array:
+            return jax.grad(lambda x: reduce(x).astype(jnp.float32).sum())(x)
+
+        x = integers((4, 3, 40), DTYPES["bfloat16"])
+        assert self.asked(reduce, x) == [algorithm]
+        assert self.asked(jax.vmap(reduce), x) == [algorithm]
+        assert self.asked(lambda x: jax.jvp(reduce, (x,), (x,))[1], x) == [algorithm]
+        assert set(self.asked(gradient, x)) == {algorithm}
+
+    def test_default(self) -> None:
+        assert self.asked(over_tp, integers((4, 40), DTYPES["bfloat16"])) == ["auto"]
+
+    def test_two_calls_that_differ_in_it_are_two(self) -> None:
+        def both(x: jax.Array) -> jax.Array:
+            return sum(jax_twoshot.all_reduce(x, "tp", algorithm=name) for name in protocol.ALGORITHMS)
+
+        assert self.asked(both, integers((4, 40), DTYPES["bfloat16"])) == list(protocol.ALGORITHMS)
+
+    @pytest.mark.parametrize("algorithm", ["auto", *protocol.ALGORITHMS])
+    def test_cpu_takes_each(self, algorithm: str) -> None:
+        parts = np.random.default_rng(0).standard_normal((8, 4099)).astype(DTYPES["bfloat16"])
+        assert_every_rank_has_the_sum(all_reduce_on_ranks(parts, algorithm=algorithm), parts)

@@ -279,7 +279,7 @@ def _symmetric_memory(driver: _Driver) -> Check:
 
 
 def _kernels(gpus: Sequence[Gpu]) -> Check:
-    from jax_twoshot import cubin
+    from jax_twoshot import cubin, protocol
 
     if (compiler := cubin.compiler_version()) is not None:
         return Check("kernels", "yes", f"{cubin.COMPILER} {compiler} compiles those that are not found")
@@ -291,8 +291,8 @@ def _kernels(gpus: Sequence[Gpu]) -> Check:
     tp = len(gpus) if len(gpus) in cubin.TP else min(cubin.TP)
     try:
         archs = sorted({cubin.arch_for(gpu.compute_capability) for gpu in gpus})
-        for arch in archs:
-            cubin.find(cubin.Variant(tp, "bfloat16", False, arch))
+        for arch, algorithm in itertools.product(archs, protocol.ALGORITHMS):
+            cubin.find(cubin.Variant(tp, "bfloat16", False, arch, algorithm))
     except (ValueError, cubin.CubinError) as error:
         return Check("kernels", "no", str(error), fix)
     return Check("kernels", "yes", f"for {tp} ranks found, {', '.join(archs)}")

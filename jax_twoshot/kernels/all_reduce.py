@@ -1,4 +1,4 @@
-"""The all-reduce kernel: one launch for one round, all three phases in it.
+"""The all-reduce kernels, two-shot and one-shot: one launch for one round, all phases in it.
 
 The parameters of a launch, in this order, and nothing else (``ffi/all_reduce_cuda.cc`` packs the same)::
 
@@ -9,11 +9,11 @@ The parameters of a launch, in this order, and nothing else (``ffi/all_reduce_cu
     rank         int32   this rank
     base         int64   address of this rank's allocation (`protocol.Layout`)
     multicast    int64   multicast address of the allocations; not read without `AllReduce.multicast`
-    peers        int64   address of uint64[TP]: every rank's allocation, as this rank reaches it
     control      int64   address of the control block, 16-byte aligned, zero in a new workspace
     status       int64   address of the status record in pinned host memory
     timeout_ns   int64   a wait that lasts longer fails, at most 2^62; 0: none does
     generations  int32   P
+    peers        int64   TP of them: address of every rank's allocation, as this rank reaches it
 
     control  uint32[4]   epoch     generation of the next call, 0 to P - 1: a count that wrapped at 2^32 would
                                    use one generation twice in a row where P = 3
@@ -37,6 +37,10 @@ What was tried (cubins for sm_90a, BF16, at most 80 registers a thread so that `
 - TP 2 takes 60 registers, TP 8 and 16 all 80. Only TP 16 spills: 136 bytes when it polled its slots at once,
   none in batches of 8 (with multicast 88), none at all in batches of 4. Each batch is one more trip to L2,
   hence `twoshot.SLOTS_AT_ONCE`.
+- The first load of the operand stands in front of the loop, and before that of the control block. In the loop the
+  compiler moved what depends on the epoch alone ahead of it, so that it waited for the epoch; after the control
+  block's it did the same, to put the epoch into a uniform register.
+- The peers' addresses were a table in memory, one more trip to L2 before a push and another before a sum is stored.
 - Counting the CTA before the reduce spilled the count at TP 8: a store that waits for the atomic, in the way
   of the first warp. Counted after it, the count has the whole collect to come back.
 """
@@ -51,10 +55,10 @@ from typing import NamedTuple
 
 from cutlass import Int32, Int64, Uint32, const_expr, cute
 
-from jax_twoshot.kernels import memory, twoshot
+from jax_twoshot.kernels import memory, oneshot, twoshot
 from jax_twoshot.kernels.memory import Chunk
 from jax_twoshot.kernels.twoshot import Buffers, Watch
-from jax_twoshot.protocol import CHUNK_BYTES, CTAS_PER_SM, THREADS, Format, owned_chunks
+from jax_twoshot.protocol import ALGORITHMS, CHUNK_BYTES, CTAS_PER_SM, THREADS, Format, owned_chunks
 
 FOREVER_NS = 1 << 62
 
@@ -65,12 +69,18 @@ class AllReduce:
     Attributes:
       tp: ranks in the group.
       format: element type.
-      multicast: store a sum once through the multicast address, else once to each peer.
+      algorithm: one of `protocol.ALGORITHMS`.
+      multicast: store what all ranks get once through the multicast address, else once to each peer.
       pdl: overlap the start of a launch with the end of the launch before it (sm_90 and later).
     """
 
-    def __init__(self, tp: int, format: Format, *, multicast: bool, pdl: bool) -> None:
+    def __init__(self, tp: int, format: Format, *, algorithm: str, multicast: bool, pdl: bool) -> None:
+        assert algorithm in ALGORITHMS
         self.tp, self.format, self.multicast, self.pdl = tp, format, multicast, pdl
+        self.one_shot = algorithm == "one_shot"
+        self.aim = oneshot.aim if self.one_shot else twoshot.aim
+        self.push = oneshot.push if self.one_shot else twoshot.push
+        self.take = oneshot.reduce if self.one_shot else twoshot.collect
 
     @cute.kernel
     def kernel(
@@ -82,24 +92,27 @@ class AllReduce:
         rank: Int32,
         base: Int64,
         multicast: Int64,
-        peers: Int64,
         control: Int64,
         status: Int64,
         timeout_ns: Int64,
         generations: Int32,
+        peers: list[Int64],
     ) -> None:
         """The whole of a launch, in one thread of it; the parameters are those of the module's docstring."""
         lane = cute.arch.thread_idx()[0]
         thread = cute.arch.block_idx()[0] * THREADS + lane
         threads = cute.arch.grid_dim()[0] * THREADS
-        chunks = (elements + (self.format.chunk - 1)) // self.format.chunk
-        owned = owned_chunks(chunks, self.tp)
-        mine = cute.min(owned, chunks - rank * owned)
 
+        # What memory has to say is asked for first: all that is computed next has until then.
         if const_expr(self.pdl):
             memory.wait_for_stream()
             memory.let_next_launch_start()
+        words = self.load(x, thread, elements)
         epoch, _, state, calls = memory.load_control(control)
+
+        chunks = (elements + (self.format.chunk - 1)) // self.format.chunk
+        owned = owned_chunks(chunks, self.tp)
+        mine = cute.min(owned, chunks - rank * owned)
         buffers = Buffers(
             tp=self.tp,
             slot_chunks=Int64(slot_chunks),
@@ -112,29 +125,38 @@ class AllReduce:
             peers=peers,
             multicast=multicast if self.multicast else None,
         )
+        target = self.aim(buffers, thread)
         if timeout_ns == 0:
             timeout_ns = Int64(FOREVER_NS)
         watch = Watch(control, status, timeout_ns, calls)
 
         alive = state < twoshot.FAILED
-        if alive:
-            if (state == twoshot.SLOW) & (thread == 0):
-                memory.keep_bits(control + twoshot.CONTROL_STATE, Uint32(twoshot.FAILED))
-            for chunk in range(thread, chunks, threads):
-                twoshot.push(buffers, chunk, self.load(x, chunk, elements))
+        for chunk in range(thread, chunks, threads):
+            if alive:
+                self.push(buffers, target, words)
+            target = self.aim(buffers, chunk + threads)
+            words = self.load(x, chunk + threads, elements)
+        if (state == twoshot.SLOW) & (thread == 0):
+            memory.keep_bits(control + twoshot.CONTROL_STATE, Uint32(twoshot.FAILED))
         # Every thread has branched on the state, so every read of the control block has come back.
         cute.arch.sync_threads()
         if alive:
-            for index in range(thread, mine, threads):
-                twoshot.reduce(buffers, index, watch)
+            self.reduce_owned(buffers, watch, thread, mine, threads)
         before = self.arrive(control, lane)
         if alive:
             for chunk in range(thread, chunks, threads):
-                self.store(out, chunk, elements, twoshot.collect(buffers, chunk, watch))
+                self.store(out, chunk, elements, self.take(buffers, chunk, watch))
         else:
             for chunk in range(thread, chunks, threads):
                 self.store(out, chunk, elements, twoshot.not_a_number(self.format))
         self.advance(control, before, epoch, calls, generations)
+
+    @cute.jit
+    def reduce_owned(self, buffers: Buffers, watch: Watch, first: Int32, end: Int32, step: Int32) -> None:
+        """Sums this thread's share of what the rank owns; in one shot ``take`` sums everything."""
+        if const_expr(not self.one_shot):
+            for index in range(first, end, step):
+                twoshot.reduce(buffers, index, watch)
 
     @cute.jit
     def arrive(self, control: Int64, lane: Int32) -> Uint32:
@@ -164,7 +186,7 @@ class AllReduce:
         words = (Uint32(0),) * 4
         if left >= self.format.chunk:
             words = memory.load_chunk(address)
-        else:
+        elif left > 0:
             each = [self.load_element(address, index, left) for index in range(self.format.chunk)]
             words = twoshot.pack(each, self.format)
         return words
@@ -198,11 +220,11 @@ class AllReduce:
         rank: Int32,
         base: Int64,
         multicast: Int64,
-        peers: Int64,
         control: Int64,
         status: Int64,
         timeout_ns: Int64,
         generations: Int32,
+        peers: list[Int64],
     ) -> None:
         """Gives the compiler the kernel and its launch bounds; the grid is the launcher's own."""
         self.kernel(
@@ -213,11 +235,11 @@ class AllReduce:
             rank,
             base,
             multicast,
-            peers,
             control,
             status,
             timeout_ns,
             generations,
+            peers,
         ).launch(
             grid=[1, 1, 1],
             block=[THREADS, 1, 1],
@@ -242,11 +264,12 @@ class Compiled(NamedTuple):
 def compile_kernel(kernel: AllReduce, arch: str) -> Compiled:
     """Compiles for ``arch``, such as ``"sm_90a"``. Needs no GPU and no driver."""
     parameters = inspect.get_annotations(AllReduce.__call__, eval_str=True)
-    del parameters["return"]
+    del parameters["return"], parameters["peers"]
     with tempfile.TemporaryDirectory() as folder:
         compiled = cute.compile(
             kernel,
             *(kind(0) for kind in parameters.values()),
+            [Int64(0)] * kernel.tp,
             options=f"--gpu-arch {arch} --keep-cubin --keep-ptx --dump-dir {shlex.quote(folder)}",
         )
         (cubin,) = Path(folder).glob("*.cubin")

@@ -82,13 +82,6 @@ def multicast_chunk(address: Int64, words: Chunk, format_name: str) -> None:
     _store(f"multimem.st.relaxed.sys.global.v4.{kind} [{{$r0}}], {_FROM_WORDS};", address, words)
 
 
-def load_address(address: Int64) -> Int64:
-    """Reads an address from a table that never changes while a launch is in flight."""
-    return cute.arch.inline_ptx(
-        "ld.global.nc.u64 {$w0}, [{$r0}];", write_only_types=[Int64], read_only_args=[address]
-    )
-
-
 # ---- Words of the control block and the status record ------------------------------------------------------
 
 

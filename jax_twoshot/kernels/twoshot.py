@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cutlass import Boolean, Float32, Int32, Int64, Uint16, Uint32, cute, range_constexpr
+from cutlass.cutlass_dsl import select_
 
 from jax_twoshot.kernels import memory
 from jax_twoshot.kernels.memory import Chunk
@@ -48,7 +49,7 @@ class Buffers(Layout):
       rank: Int64, this rank.
       owned: Int64, chunks that each rank owns of this round (`protocol.owned_chunks`).
       base: Int64, address of this rank's allocation.
-      peers: Int64, address of a table of every rank's allocation.
+      peers: Int64 each, addresses of every rank's allocation, as this rank reaches it.
       multicast: Int64, multicast address of the allocations, or None at compile time: store to each peer.
     """
 
@@ -57,15 +58,20 @@ class Buffers(Layout):
     rank: Int64
     owned: Int64
     base: Int64
-    peers: Int64
+    peers: list[Int64]
     multicast: Int64 | None
 
     def __post_init__(self) -> None:
         """The host checked the layout; here its numbers are not known yet."""
 
-    def peer(self, rank: int | Int64) -> Int64:
-        """Address of a rank's allocation, as this rank reaches it."""
-        return memory.load_address(self.peers + Int64(rank) * 8)
+    def peer(self, rank: Uint32) -> Int64:
+        """Address of the allocation of a rank that is known at run time only: a tree of selections, no load."""
+        level = self.peers
+        for bit in range((self.tp - 1).bit_length()):
+            odd = (rank & (1 << bit)) != 0
+            pairs = [level[first : first + 2] for first in range(0, len(level), 2)]
+            level = [select(odd, pair[1], pair[0]) if len(pair) == 2 else pair[0] for pair in pairs]
+        return level[0]
 
 
 @dataclass(frozen=True)
@@ -88,30 +94,26 @@ class Watch:
 # ---- The protocol ------------------------------------------------------------------------------------------
 
 
-def push(buffers: Buffers, chunk: Int32, words: Chunk) -> None:
-    """Stores ``words``, this rank's part of ``chunk``, into its slot at the chunk's owner (R1)."""
+def aim(buffers: Buffers, chunk: Int32) -> Int64:
+    """Where ``chunk`` is pushed to, in generation 0: all of the way that can be gone before the epoch is known."""
     owner, index = owner_of(buffers, chunk)
-    slot = buffers.recv_offset(buffers.generation, buffers.rank, index)
-    memory.publish_chunk(buffers.peer(owner) + slot, without_negative_zero(words, buffers.format))
+    return buffers.peer(owner) + buffers.recv_offset(0, buffers.rank, Int64(index))
+
+
+def push(buffers: Buffers, target: Int64, words: Chunk) -> None:
+    """Stores ``words``, this rank's part of a chunk, into its slot at the chunk's owner (R1): ``aim``'s target."""
+    slot = target + buffers.recv_offset(buffers.generation, 0, 0)
+    memory.publish_chunk(slot, without_negative_zero(words, buffers.format))
 
 
 @cute.jit
 def reduce(buffers: Buffers, index: Int32, watch: Watch) -> None:
     """Sums the slots of this rank's chunk ``index`` into every rank's gather (R3) and re-arms them (R2)."""
-    ranks = range(buffers.tp)
-    slots = [buffers.base + buffers.recv_offset(buffers.generation, rank, Int64(index)) for rank in ranks]
+    slots = slots_of(buffers, Int64(index))
     chunk = buffers.rank * buffers.owned + index
-    total: list[Float32] = []
-    complete = Boolean(True)
-    for first in range_constexpr(0, buffers.tp, SLOTS_AT_ONCE):
-        batch = ranks[first : first + SLOTS_AT_ONCE]
-        masks = [Uint32(1 << rank) for rank in batch]
-        parts, arrived = wait(buffers, watch, [slots[rank] for rank in batch], masks, REDUCE, chunk)
-        total = add_in_order(total, parts, buffers.format)
-        complete = complete & arrived
+    words, complete = sum_slots(buffers, slots, chunk, watch)
     if complete:
-        words = narrow(total, buffers.format)
-        publish_sum(buffers, chunk, without_negative_zero(words, buffers.format))
+        publish_everywhere(buffers, buffers.gather_offset(buffers.generation, chunk), words)
         for slot in slots:
             rearm(slot, buffers.format)
 
@@ -138,21 +140,41 @@ def rearm(address: Int64, format: Format) -> None:
 # ---- Steps of the four -------------------------------------------------------------------------------------
 
 
-def owner_of(buffers: Buffers, chunk: Int32) -> tuple[Int64, Int64]:
+def owner_of(buffers: Buffers, chunk: Int32) -> tuple[Uint32, Uint32]:
     """`protocol.owner_of`, by an unsigned 32-bit division: a signed or a wider one is longer."""
     owned = Uint32(buffers.owned)
     owner = Uint32(chunk) // owned
-    return Int64(owner), Int64(Uint32(chunk) - owner * owned)
+    return owner, Uint32(chunk) - owner * owned
 
 
-def publish_sum(buffers: Buffers, chunk: Int64, words: Chunk) -> None:
-    """Stores the sum of ``chunk`` into every rank's gather."""
-    place = buffers.gather_offset(buffers.generation, chunk)
+def slots_of(buffers: Buffers, index: Int64) -> list[Int64]:
+    """Addresses of the slots, in rank order, of the chunk that this rank sums as its number ``index``."""
+    return [
+        buffers.base + buffers.recv_offset(buffers.generation, rank, index) for rank in range(buffers.tp)
+    ]
+
+
+@cute.jit
+def sum_slots(buffers: Buffers, slots: list[Int64], chunk: Int64, watch: Watch) -> tuple[Chunk, Boolean]:
+    """Waits for ``slots`` and adds them in rank order (R3): ``(words, complete)``; incomplete, no words to use."""
+    total: list[Float32] = []
+    complete = Boolean(True)
+    for first in range_constexpr(0, buffers.tp, SLOTS_AT_ONCE):
+        batch = slots[first : first + SLOTS_AT_ONCE]
+        masks = [Uint32(1 << (first + number)) for number in range(len(batch))]
+        parts, arrived = wait(buffers, watch, batch, masks, REDUCE, chunk)
+        total = add_in_order(total, parts, buffers.format)
+        complete = complete & arrived
+    return without_negative_zero(narrow(total, buffers.format), buffers.format), complete
+
+
+def publish_everywhere(buffers: Buffers, place: Int64, words: Chunk) -> None:
+    """Stores ``words`` at offset ``place`` of every rank's allocation."""
     if buffers.multicast is not None:
         memory.multicast_chunk(buffers.multicast + place, words, buffers.format.name)
         return
-    for rank in range(buffers.tp):
-        memory.publish_chunk(buffers.peer(rank) + place, words)
+    for peer in buffers.peers:
+        memory.publish_chunk(peer + place, words)
 
 
 @cute.jit
@@ -239,6 +261,11 @@ def missing_ranks(chunks: list[Chunk], ranks: list[Uint32], format: Format) -> U
     for words, rank in zip(chunks, ranks, strict=True):
         missing = missing | (rank * (Uint32(1) - Uint32(has_arrived(words, format))))
     return missing
+
+
+def select(condition: Boolean, then: Int64, otherwise: Int64) -> Int64:
+    """One of two values, without a branch."""
+    return Int64(select_(condition, then, otherwise))
 
 
 def all_of(conditions: list[Boolean]) -> Boolean:
