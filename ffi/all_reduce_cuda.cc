@@ -149,7 +149,7 @@ std::vector<std::string> CudaWorkspace::SlowWaits() {
 
 std::optional<std::string> CudaWorkspace::Launch(int ordinal, CUstream stream, std::optional<Algorithm> asked,
                                                  const std::string& format, const void* x, void* out, int64_t bytes,
-                                                 double timeout_seconds) {
+                                                 double timeout_seconds, bool alone) {
   const auto found = devices_.find(ordinal);
   if (found == devices_.end()) {
     return "device " + std::to_string(ordinal) +
@@ -182,7 +182,7 @@ std::optional<std::string> CudaWorkspace::Launch(int ordinal, CUstream stream, s
     attribute.id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
     attribute.value.programmaticStreamSerializationAllowed = 1;
     CUlaunchConfig config{};
-    config.gridDimX = static_cast<unsigned>(Grid(round.chunks, ranks_on_device_, sm_count_));
+    config.gridDimX = static_cast<unsigned>(Grid(round.chunks, ranks_on_device_, sm_count_, alone));
     config.gridDimY = config.gridDimZ = 1;
     config.blockDimX = kThreads;
     config.blockDimY = config.blockDimZ = 1;
@@ -272,9 +272,9 @@ ffi::Error Execute(CUstream stream, int32_t ordinal, LaunchSite* site, ffi::AnyB
   if (std::optional<std::string> failure = workspace.Failure()) {
     return ffi::Error(ffi::ErrorCode::kDeadlineExceeded, *failure);
   }
-  if (std::optional<std::string> error =
-          workspace.Launch(ordinal, stream, AlgorithmNamed(algorithm), FormatName(x.element_type()), x.untyped_data(),
-                           out->untyped_data(), static_cast<int64_t>(x.size_bytes()), timeout_seconds)) {
+  if (std::optional<std::string> error = workspace.Launch(
+          ordinal, stream, AlgorithmNamed(algorithm), FormatName(x.element_type()), x.untyped_data(),
+          out->untyped_data(), static_cast<int64_t>(x.size_bytes()), timeout_seconds, /*alone=*/false)) {
     return ffi::Error(ffi::ErrorCode::kInternal, "jax_twoshot.all_reduce over " + std::string(axes) + ": " + *error);
   }
   return ffi::Error::Success();

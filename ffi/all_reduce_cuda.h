@@ -64,10 +64,10 @@ class CudaWorkspace {
   std::vector<std::string> SlowWaits();
 
   // One launch a round of the message, on `stream` of device `ordinal`. An error text, or nothing. `asked` is nothing
-  // where each round is to take the algorithm that is faster for it.
+  // where each round is to take the algorithm that is faster for it; `alone` is Grid's.
   std::optional<std::string> Launch(int ordinal, CUstream stream, std::optional<Algorithm> asked,
                                     const std::string& format, const void* x, void* out, int64_t bytes,
-                                    double timeout_seconds);
+                                    double timeout_seconds, bool alone);
 
   // The workspaces that Python has open, by id.
   static void Open(std::shared_ptr<CudaWorkspace> workspace);

@@ -97,15 +97,15 @@ NB_MODULE(_extension, module) {
       .def(
           "launch",
           [](jax_twoshot::CudaWorkspace& workspace, int ordinal, uint64_t stream, const std::string& format, uint64_t x,
-             uint64_t out, int64_t bytes, const std::string& algorithm) {
+             uint64_t out, int64_t bytes, const std::string& algorithm, bool alone) {
             const auto error =
                 workspace.Launch(ordinal, reinterpret_cast<jax_twoshot::CUstream>(stream),
                                  jax_twoshot::AlgorithmNamed(algorithm), format, reinterpret_cast<const void*>(x),
-                                 reinterpret_cast<void*>(out), bytes, jax_twoshot::timeout_seconds);
+                                 reinterpret_cast<void*>(out), bytes, jax_twoshot::timeout_seconds, alone);
             if (error) throw std::runtime_error(*error);
           },
           nb::arg("ordinal"), nb::arg("stream"), nb::arg("format"), nb::arg("x"), nb::arg("out"), nb::arg("bytes"),
-          nb::arg("algorithm") = "auto");
+          nb::arg("algorithm") = "auto", nb::arg("alone") = false);
   using Cubin = std::tuple<std::string, std::string, nb::bytes, std::string, bool>;
   using Rank = std::tuple<int, int, uint64_t, uint64_t, std::vector<uint64_t>>;
   module.def("open_cuda_workspace",

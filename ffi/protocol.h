@@ -100,11 +100,12 @@ inline constexpr RoundPlan NextRound(const Layout& layout, int64_t left, std::op
   return {algorithm, std::min(left, algorithm == Algorithm::kOneShot ? layout.slot_chunks : layout.capacity_chunks())};
 }
 
-// CTAs of one launch (R5).
-inline constexpr int64_t Grid(int64_t chunks, int ranks_on_device, int sm_count) {
-  const int64_t most = static_cast<int64_t>(sm_count) * kCtasPerSm / (kGridsInFlight * ranks_on_device);
-  const int64_t wanted = CeilDiv(chunks, kThreads) < most ? CeilDiv(chunks, kThreads) : most;
-  return wanted > 1 ? wanted : 1;
+// CTAs of one launch (R5); `alone` if the ranks that share a GPU run nothing else on it.
+inline constexpr int64_t Grid(int64_t chunks, int ranks_on_device, int sm_count, bool alone) {
+  const bool sharing = ranks_on_device > 1 && !alone;
+  const int64_t room = sharing ? sm_count - 1 : static_cast<int64_t>(sm_count) * kCtasPerSm;
+  const int64_t most = room / (kGridsInFlight * ranks_on_device);
+  return std::max<int64_t>(1, std::min(CeilDiv(chunks, kThreads), most));
 }
 
 }  // namespace jax_twoshot

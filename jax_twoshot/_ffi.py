@@ -42,6 +42,11 @@ def next_round(
     return _extension.next_round(layout.tp, layout.slot_chunks, left, asked, ranks_on_device, multicast)
 
 
+def launch_grid(chunks: int, ranks_on_device: int, sm_count: int, alone: bool) -> int:
+    """``ffi/protocol.h``'s `protocol.grid`."""
+    return _extension.launch_grid(chunks, ranks_on_device, sm_count, alone)
+
+
 def open_cuda_workspace(
     id: int,
     axes: str,

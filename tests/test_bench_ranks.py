@@ -230,7 +230,7 @@ def test_no_multicast_where_it_is_switched_off(monkeypatch: pytest.MonkeyPatch) 
 
 
 def done(rows: int, seconds: list[float], wrong: int = 0, refusals: dict[str, str] | None = None) -> dict[str, Any]:
-    peers = [{"peer": "twoshot", "program": GRAPH, "wrong": wrong, "seconds": seconds}]
+    peers = [{"peer": "jax_twoshot", "program": GRAPH, "wrong": wrong, "seconds": seconds}]
     refusals = refusals or {}
     return {"rows": rows, "width": 64, "bytes": 128 * rows, "peers": peers, "refusals": refusals, "facts": FACTS}
 
@@ -238,7 +238,7 @@ def done(rows: int, seconds: list[float], wrong: int = 0, refusals: dict[str, st
 def test_merge_takes_the_slowest_rank_of_each_sample() -> None:
     ranks = [done(2, [1.0, 5.0, 3.0], wrong=1, refusals={"nccl (graph)": "no"}), done(2, [2.0, 4.0, 3.5], wrong=2)]
     (m,), missing = bench_ranks.merge(2, ranks)
-    assert m == Measurement("twoshot", 2, 256, 2, 3, [2.0, 5.0, 3.5], 64, GRAPH)
+    assert m == Measurement("jax_twoshot", 2, 256, 2, 3, [2.0, 5.0, 3.5], 64, GRAPH)
     assert m.median == 3.5
     assert missing == [Missing(2, "nccl (graph)", "no", ((2, 64),))]
 
@@ -305,10 +305,10 @@ def test_a_peer_that_crashes_is_dropped_and_the_others_go_on(
     assert {job.most_rows for job in jobs} == {2}
     table = [line.split() for line in out.splitlines() if not line.startswith("#")]
     assert [(row[1], row[2], row[4], row[6], row[9]) for row in table] == [
-        ("twoshot", "2", "1", "2.00", "0"),
-        ("twoshot", "2", "2", "2.00", "0"),
-        ("twoshot", "4", "1", "4.00", "0"),
-        ("twoshot", "4", "2", "4.00", "0"),
+        ("jax_twoshot", "2", "1", "2.00", "0"),
+        ("jax_twoshot", "2", "2", "2.00", "0"),
+        ("jax_twoshot", "4", "1", "4.00", "0"),
+        ("jax_twoshot", "4", "2", "4.00", "0"),
     ]
     missing = "nccl (graph) is not in the table for rows 2 x 64: timing at 2 rows: Segmentation fault"
     assert out.splitlines()[-2:] == [f"# 2 ranks, {missing}", f"# 4 ranks, {missing}"]
@@ -366,13 +366,13 @@ def test_bad_arguments(
 def test_table_and_json(tmp_path: Path) -> None:
     found = Found(
         [
-            measurement("twoshot", 2e-6),
+            measurement("jax_twoshot", 2e-6),
             measurement("two hops", 1e-6),
             measurement("nccl", 5e-6),
             measurement("torch one-shot", 1.6e-6),
             measurement("nccl", 5e-6, rows=2),
         ],
-        [Missing(2, "twoshot (graph)", "check: no", ((2, 64),))],
+        [Missing(2, "jax_twoshot (graph)", "check: no", ((2, 64),))],
         FACTS,
     )
     args = arguments(tmp_path)
@@ -380,12 +380,12 @@ def test_table_and_json(tmp_path: Path) -> None:
     assert text.startswith("# a title\n# of two lines\n# time: median of 3 runs of 10 x 5 calls, of the slowest rank")
     rows = [line.split() for line in text.splitlines() if not line.startswith("#")]
     times = ("2.00..6.00", "0.06", "0", "1.00")
-    assert rows[0] == ["graph", "twoshot", "2", "128", "1", "64", "2.00", *times]
+    assert rows[0] == ["graph", "jax_twoshot", "2", "128", "1", "64", "2.00", *times]
     assert [row[-1] for row in rows] == ["1.00", "0.50", "2.50", "0.80", "-"]
     assert [row[-3] for row in rows] == ["0.06", "-", "0.03", "0.08", "0.05"], "the floor moves another message"
     assert "# graph, 2 ranks: ahead of the fastest peer in 0 of 1 messages" in text
     assert "geometric mean 0.80, least 0.80" in text
-    assert text.splitlines()[-1] == "# 2 ranks, twoshot (graph) is not in the table for rows 2 x 64: check: no"
+    assert text.splitlines()[-1] == "# 2 ranks, jax_twoshot (graph) is not in the table for rows 2 x 64: check: no"
 
     bench_ranks._write(args, found)
     written = json.loads(args.json.read_text())
@@ -400,7 +400,7 @@ def test_plot(tmp_path: Path) -> None:
     image = pytest.importorskip("matplotlib.image")
     times = [
         measurement(peer, seconds * rows * tp, rows, tp, program)
-        for peer, seconds in (("twoshot", 1e-6), ("two hops", 5e-7), ("nccl", 7e-6))
+        for peer, seconds in (("jax_twoshot", 1e-6), ("two hops", 5e-7), ("nccl", 7e-6))
         for rows in (1, 4, 16)
         for tp in (2, 4)
         for program in (GRAPH, JAX)

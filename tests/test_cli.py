@@ -482,7 +482,7 @@ def test_bandwidths() -> None:
     assert bench.algbw(3 * 10**9, 2.0) == 1.5
     assert bench.busbw(10**9, 1.0, 2) == 1.0
     assert bench.busbw(10**9, 1.0, 8) == 1.75
-    m = bench.Measurement("twoshot", 1, 14336, 8, 0, [3e-6, 1e-6, 2e-6, 4e-6, 10e-6])
+    m = bench.Measurement("jax_twoshot", 1, 14336, 8, 0, [3e-6, 1e-6, 2e-6, 4e-6, 10e-6])
     assert m.median == 3e-6
     assert m.quartiles == (2e-6, 4e-6)
     assert m.spread == pytest.approx(2 / 3)
@@ -491,7 +491,7 @@ def test_bandwidths() -> None:
 
 
 def test_rows_of_the_table() -> None:
-    ours = bench.Measurement("twoshot", 4, 1000, 2, 0, [2e-6, 2e-6])
+    ours = bench.Measurement("jax_twoshot", 4, 1000, 2, 0, [2e-6, 2e-6])
     psum = bench.Measurement("psum", 4, 1000, 2, 7, [5e-6, 5e-6])
     other_size = bench.Measurement("psum", 1, 250, 2, 0, [5e-6, 5e-6])
     everything = [other_size, ours, psum]
@@ -508,9 +508,9 @@ def test_bench(tmp_path: Path) -> None:
     done = command("bench", *TINY, "--rows", "3,1", "--json", str(out), "--plot", str(picture))
     table = [line.split() for line in done.stdout.splitlines() if not line.startswith("#")]
     assert [(row[0], row[1], row[2], row[7]) for row in table] == [
-        ("128", "1", "twoshot", "0"),
+        ("128", "1", "jax_twoshot", "0"),
         ("128", "1", "psum", "0"),
-        ("384", "3", "twoshot", "0"),
+        ("384", "3", "jax_twoshot", "0"),
         ("384", "3", "psum", "0"),
     ]
     assert "[12/12]" in done.stderr
@@ -534,7 +534,7 @@ def test_bench(tmp_path: Path) -> None:
 
 def test_bench_json_on_standard_output() -> None:
     done = command("bench", *TINY, "--rows", "1", "--dtype", "float32", "--json", "-")
-    assert [m["peer"] for m in json.loads(done.stdout)["measurements"]] == ["twoshot", "psum"]
+    assert [m["peer"] for m in json.loads(done.stdout)["measurements"]] == ["jax_twoshot", "psum"]
     assert "algbw GB/s" in done.stderr
 
 
@@ -559,7 +559,7 @@ def test_bench_counts_wrong_sums(monkeypatch: pytest.MonkeyPatch, capsys: pytest
         return lambda program: bench.compile_program(program, lambda x: lax.psum(x, "tp") * factor)
 
     peers = (
-        bench.Peer("twoshot", scaled(1.0078125), bitwise=True),
+        bench.Peer("jax_twoshot", scaled(1.0078125), bitwise=True),
         bench.Peer("nearly", scaled(1.0078125), bitwise=False),
         bench.Peer("idle", lambda program: lambda x: x, bitwise=False),
     )
@@ -567,7 +567,7 @@ def test_bench_counts_wrong_sums(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     assert main(["bench", *TINY, "--rows", "1"]) == 1
     table = [line.split() for line in capsys.readouterr().out.splitlines() if not line.startswith("#")]
     wrong = {row[2]: int(row[7]) for row in table}
-    assert wrong["twoshot"] > 64
+    assert wrong["jax_twoshot"] > 64
     assert wrong["nearly"] == 0
     assert wrong["idle"] > 64
 

@@ -213,21 +213,30 @@ def test_formats_are_these_three() -> None:
 
 
 class TestGrid:
-    @given(chunk_counts, st.integers(1, 64), st.integers(1, 200))
-    def test_bounded_and_pure(self, chunks: int, sharing: int, sms: int) -> None:
+    @given(chunk_counts, st.integers(1, 64), st.integers(1, 200), st.booleans())
+    def test_bounded_and_pure(self, chunks: int, sharing: int, sms: int, alone: bool) -> None:
         """All grids in flight of all ranks on the GPU are resident at once; same arguments, same answer."""
-        ctas_resident = sms * protocol.CTAS_PER_SM
-        if protocol.GRIDS_IN_FLIGHT * sharing > ctas_resident:
+        in_flight = protocol.GRIDS_IN_FLIGHT * sharing
+        # Ranks that share a GPU leave an SM free, unless they are alone there: CTAs go to the emptiest SM.
+        room = sms - 1 if sharing > 1 and not alone else sms * protocol.CTAS_PER_SM
+        if in_flight > room:
             with pytest.raises(ValueError, match=rf"ranks_on_device: {sharing} ranks .*{sms} SMs"):
-                protocol.grid(chunks, sharing, sms)
+                protocol.grid(chunks, sharing, sms, alone)
             return
-        ctas = protocol.grid(chunks, sharing, sms)
+        ctas = protocol.grid(chunks, sharing, sms, alone)
         assert ctas >= 1
-        assert ctas * protocol.GRIDS_IN_FLIGHT * sharing <= ctas_resident
+        assert ctas * in_flight <= room
         assert (ctas - 1) * protocol.THREADS < chunks
-        assert ctas == protocol.grid(chunks, sharing, sms)
+        assert ctas == protocol.grid(chunks, sharing, sms, alone) == _ffi.launch_grid(chunks, sharing, sms, alone)
 
-    @given(chunk_counts, chunk_counts, st.integers(1, 16), st.integers(8, 200))
+    def test_a_peer_finds_an_sm_to_run_on(self) -> None:
+        """The hangs that were seen: with 99 CTAs of 4 ranks, or 45 of 8, no SM had room for a peer's kernel."""
+        assert protocol.grid(16 * 896, 4, 132) == 16
+        assert protocol.grid(16 * 360, 8, 132) == 8
+        assert protocol.grid(16 * 896, 1, 132) == 112
+        assert protocol.grid(64 * 896, 8, 132, alone=True) == 49
+
+    @given(chunk_counts, chunk_counts, st.integers(1, 16), st.integers(40, 200))
     def test_more_chunks_never_fewer_ctas(self, a: int, b: int, sharing: int, sms: int) -> None:
         small, large = sorted((a, b))
         assert protocol.grid(small, sharing, sms) <= protocol.grid(large, sharing, sms)

@@ -444,7 +444,7 @@ def lead(measurements: Sequence[Measurement]) -> list[str]:
     for program, tp in dict.fromkeys((m.program, m.tp) for m in measurements):
         fastest: dict[tuple[str, int, int, int], float] = {}
         for m in measurements:
-            if (m.program, m.tp) != (program, tp) or m.peer in (OURS, gpu_peers.FLOOR):
+            if (m.program, m.tp) != (program, tp) or m.peer in (OURS, *gpu_peers.VARIANTS, *gpu_peers.FLOORS):
                 continue
             if (times := ratio(m, measurements)) is not None:
                 fastest[m.cell] = min(times, fastest.get(m.cell, math.inf))
@@ -470,7 +470,7 @@ def text(title: str, args: argparse.Namespace, found: Found) -> str:
             f"# time: median of {args.repeats} runs of {gpu_peers.REPLAYS} x {args.calls} calls, of the slowest rank; "
             "min..max: of these runs",
             f"# {GRAPH}: the kernel alone in a CUDA graph; {JAX}: a jitted program, with a multiply a call; "
-            f"{gpu_peers.FLOOR}: {OURS} on 16 bytes a rank",
+            f"{', '.join(gpu_peers.FLOORS)}: {OURS} on 16 bytes a rank",
             terminal.table(header, rows, left=2),
             *(f"# {line}" for line in lead(found.measurements)),
             *(
@@ -492,7 +492,7 @@ def _row(m: Measurement, measurements: Sequence[Measurement]) -> tuple[str, ...]
         str(m.width),
         f"{m.median * 1e6:.2f}",
         f"{min(m.seconds) * 1e6:.2f}..{max(m.seconds) * 1e6:.2f}",
-        "-" if m.peer == gpu_peers.FLOOR else f"{m.busbw:.2f}",
+        "-" if m.peer in gpu_peers.FLOORS else f"{m.busbw:.2f}",
         str(m.wrong),
         "-" if times is None else f"{times:.2f}",
     )
@@ -573,8 +573,8 @@ def _panel(axes: Any, measurements: Sequence[Measurement], colors: dict[str, str
     for peer in dict.fromkeys(m.peer for m in measurements):
         of_peer = sorted((m for m in measurements if m.peer == peer), key=lambda m: m.bytes)
         sizes = [m.bytes / 1024 for m in of_peer]
-        style = "--" if peer == gpu_peers.FLOOR else "-"
-        marker = None if peer == gpu_peers.FLOOR else "o"
+        style = "--" if peer in gpu_peers.FLOORS else "-"
+        marker = None if peer in gpu_peers.FLOORS else "o"
         axes.plot(
             sizes,
             [1e6 * m.median for m in of_peer],

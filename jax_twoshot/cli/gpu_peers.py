@@ -229,18 +229,18 @@ def _workspace(mesh: jax.sharding.Mesh, rows: int, width: int, dtype: str) -> ja
     return jax_twoshot.Workspace(mesh, "tp", rows=rows, width=width, dtype=dtype)
 
 
-def _twoshot(cell: Cell) -> Contender:
+def _ours(cell: Cell, algorithm: str = "auto") -> Contender:
     workspace = _workspace(cell.mesh, cell.most_rows, cell.width, cell.dtype)
-    return _twoshot_graph(cell, workspace)
+    return _ours_graph(cell, workspace, algorithm)
 
 
-def _two_hops(cell: Cell) -> Contender:
-    """Nothing but the way to the owners and back, on the workspace of the cell."""
+def _hops(cell: Cell, algorithm: str) -> Contender:
+    """Nothing but the way: one 16-byte chunk a rank, to every rank (one hop), or to its owner and back (two)."""
     workspace = _workspace(cell.mesh, cell.most_rows, cell.width, cell.dtype)
-    return _twoshot_graph(cell.one_chunk_each(), workspace)
+    return _ours_graph(cell.one_chunk_each(), workspace, algorithm)
 
 
-def _twoshot_graph(cell: Cell, workspace: jax_twoshot.Workspace) -> Contender:
+def _ours_graph(cell: Cell, workspace: jax_twoshot.Workspace, algorithm: str) -> Contender:
     import torch
 
     assert workspace._cuda is not None
@@ -248,12 +248,12 @@ def _twoshot_graph(cell: Cell, workspace: jax_twoshot.Workspace) -> Contender:
 
     def call() -> None:
         stream = torch.cuda.current_stream().cuda_stream
-        native.launch(cell.ordinal, stream, cell.dtype, x.data_ptr(), out.data_ptr(), cell.bytes)
+        native.launch(cell.ordinal, stream, cell.dtype, x.data_ptr(), out.data_ptr(), cell.bytes, algorithm, alone=True)
 
     return GraphRun(cell, call, x, out, bitwise=True, check=workspace.check)
 
 
-def _twoshot_jax(cell: Cell) -> Contender:
+def _ours_jax(cell: Cell) -> Contender:
     workspace = _workspace(cell.mesh, cell.most_rows, cell.width, cell.dtype)
     return JaxRun(cell, lambda x: jax_twoshot.all_reduce(x, "tp", workspace=workspace), bitwise=True)
 
@@ -377,18 +377,24 @@ def _flashinfer(cell: Cell, one_shot: bool) -> Contender:
 COMPILE_SECONDS = 240
 """FlashInfer compiles its kernels at the first use."""
 
-OURS = "twoshot"
-FLOOR = "two hops"
+OURS = "jax_twoshot"
+VARIANTS = ("ours, one-shot", "ours, two-shot")
+FLOORS = ("one hop", "two hops")
+
 PEERS = (
-    Peer(OURS, GRAPH, _twoshot),
-    Peer(FLOOR, GRAPH, _two_hops),
+    Peer(OURS, GRAPH, _ours),
+    *(
+        Peer(name, GRAPH, functools.partial(make, algorithm=algorithm))
+        for make, names in ((_ours, VARIANTS), (_hops, FLOORS))
+        for name, algorithm in zip(names, ("one_shot", "two_shot"), strict=True)
+    ),
     Peer("torch one-shot", GRAPH, _torch_one_shot),
     Peer("torch two-shot", GRAPH, _torch_two_shot),
     Peer("torch multimem", GRAPH, _torch_multimem),
     Peer("flashinfer one-shot", GRAPH, functools.partial(_flashinfer, one_shot=True), COMPILE_SECONDS),
     Peer("flashinfer two-shot", GRAPH, functools.partial(_flashinfer, one_shot=False), COMPILE_SECONDS),
     Peer("nccl", GRAPH, _nccl_torch),
-    Peer(OURS, JAX, _twoshot_jax),
+    Peer(OURS, JAX, _ours_jax),
     Peer("psum", JAX, _psum_jax),
 )
-"""``FLOOR`` is ours on one 16-byte chunk a rank; the others' times are given as multiples of ``OURS``."""
+"""``FLOORS`` are ours on one 16-byte chunk a rank; the others' times are given as multiples of ``OURS``."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from jax_twoshot import _launch
+from jax_twoshot import _launch, protocol
 from jax_twoshot.cli import UsageError, machine, selftest, terminal
 from jax_twoshot.cli.selftest import Case, Difference, Outcome
 
@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
             except _launch.LaunchError as error:
                 print(f"{tp} ranks: {error}", file=sys.stderr)
                 return 1
-            todo = selftest.cases([tp], args.full)
+            todo = _cases(tp, args.full)
             planned += len(todo)
             outcomes += merge(todo, [rank["outcomes"] for rank in found])
             facts = found[0]["facts"]
@@ -46,6 +46,10 @@ def run(args: argparse.Namespace) -> int:
     kind = facts["machine"]["devices"][0]
     described = f"{'/'.join(map(str, args.ranks))} processes on {'one' if args.one_gpu else 'as many'} {kind}"
     return selftest.judge(args, outcomes, planned, facts, described, start)
+
+
+def _cases(tp: int, full: bool) -> list[Case]:
+    return selftest.cases([tp], full, protocol.ALGORITHMS)
 
 
 def require_gpus(args: argparse.Namespace) -> None:
@@ -79,7 +83,7 @@ def _launch_ranks(tp: int, args: argparse.Namespace) -> list[dict[str, Any]]:
 def _work(args: argparse.Namespace) -> int:
     _launch.initialize()
     devices = jax.devices()
-    outcomes = selftest.run_cases(devices, selftest.cases([len(devices)], args.full))
+    outcomes = selftest.run_cases(devices, _cases(len(devices), args.full))
     _launch.summary(
         outcomes=[asdict(outcome) | {"case": str(outcome.case)} for outcome in outcomes], facts=machine.facts(devices)
     )

@@ -33,7 +33,8 @@ FULL_SHAPES = tuple(
 )
 ROUNDS_SHAPES = ((3,), (5, 129), (40, 96))
 ROUNDS_CAPACITY = 640
-"""Elements: the last of the shapes above takes six rounds, and the others follow a round that was full."""
+"""Elements of a round: the last of the shapes above takes six or more, and the others follow a round that was full."""
+ALGORITHM_SHAPES = ((7,), (1, 7168), (31, 32), (32, 2880))
 LOOP_CALLS = 50
 LOOP_SHAPE = (3, 160)
 
@@ -51,6 +52,7 @@ class Case:
       capacity: elements that a round can carry.
       special: any bits at all and the values that go wrong, instead of ordinary numbers.
       loop: calls of a scan, each of which also needs the sum before it; None: no scan.
+      algorithm: of the calls.
     """
 
     group: str
@@ -61,6 +63,7 @@ class Case:
     capacity: int
     special: bool = False
     loop: int | None = None
+    algorithm: str = "auto"
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -130,27 +133,38 @@ class Outcome:
 # ---- What to run -------------------------------------------------------------------------------------------
 
 
-def cases(tps: Iterable[int], full: bool = False) -> list[Case]:
-    """All cases: groups of each size in ``tps``, and sub-groups of meshes with the most devices of these."""
+def cases(tps: Iterable[int], full: bool = False, algorithms: Sequence[str] = ()) -> list[Case]:
+    """All cases: groups of each size in ``tps``, and sub-groups of meshes with the most devices of these.
+
+    Args:
+      tps: sizes.
+      full: every shape of the test-suite's grid.
+      algorithms: to be asked for by name too; on CPU there is only one.
+    """
     tps = sorted(tps)
     return [
         case
         for dtype in protocol.FORMATS
         for case in (
-            *(case for tp in tps for case in _whole_mesh_cases(tp, dtype, full)),
+            *(case for tp in tps for case in _whole_mesh_cases(tp, dtype, full, algorithms)),
             *_sub_group_cases(tps[-1], dtype),
         )
     ]
 
 
-def _whole_mesh_cases(tp: int, dtype: str, full: bool) -> list[Case]:
+def _whole_mesh_cases(tp: int, dtype: str, full: bool, algorithms: Sequence[str]) -> list[Case]:
     mesh = (("tp", tp),)
     shapes = FULL_SHAPES if full else SHAPES
     most = max(map(math.prod, shapes))
     return [
         Case("shapes", mesh, ("tp",), dtype, shapes, most),
         Case("special values", mesh, ("tp",), dtype, shapes, most, special=True),
-        Case("several rounds", mesh, ("tp",), dtype, ROUNDS_SHAPES, ROUNDS_CAPACITY),
+        # A slot may hold all of a small workspace's capacity: a round then carries `tp` times as much.
+        Case("several rounds", mesh, ("tp",), dtype, ROUNDS_SHAPES, ROUNDS_CAPACITY // tp),
+        *(
+            Case("each algorithm", mesh, ("tp",), dtype, ALGORITHM_SHAPES, most, algorithm=algorithm)
+            for algorithm in algorithms
+        ),
         Case("calls in a scan", mesh, ("tp",), dtype, (LOOP_SHAPE,), math.prod(LOOP_SHAPE), loop=LOOP_CALLS),
     ]
 
