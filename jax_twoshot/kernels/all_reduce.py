@@ -41,10 +41,11 @@ What was tried (cubins for sm_90a, BF16, at most 80 registers a thread so that `
   compiler moved what depends on the epoch alone ahead of it, so that it waited for the epoch; after the control
   block's it did the same, to put the epoch into a uniform register.
 - The peers' addresses were a table in memory, one more trip to L2 before a push and another before a sum is stored.
-- On one H200 (`docs/benchmarks.md` has the tables), one process, 1 / 4 / 16 / 64 rows of 7168: the two-shot kernel took
-  2.29 / 2.47 / 2.84 / 4.59 us at TP 2 and 3.13 / 3.52 / 5.35 / 15.37 at TP 8 with the peers' addresses in a table and the
-  operand loaded after the control block; 2.15 / 2.30 / 2.58 / 4.67 and 3.15 / 3.37 / 5.41 / 16.64 with the addresses
-  as parameters and both loads in flight at once: two runs, so what is within a few percent of each other is the same.
+- On one H200 (`docs/benchmarks.md` has the tables), one process, 1 / 4 / 16 / 64 rows of 7168: the two-shot
+  kernel took 2.29 / 2.47 / 2.84 / 4.59 us at TP 2 and 3.13 / 3.52 / 5.35 / 15.37 at TP 8 with the peers'
+  addresses in a table and the operand loaded after the control block; 2.15 / 2.30 / 2.58 / 4.67 and 3.15 / 3.37
+  / 5.41 / 16.64 with the addresses as parameters and both loads in flight at once. These are two runs: what is
+  within a few percent of each other is the same.
 - One-shot saves a hop: 1.50 us instead of 2.15 at TP 2 and one row; it loses from 16 rows at TP 4, 4 at TP 8.
 - Not tried: batches of chunks a thread (at 64 rows and TP 8 a thread takes nine, one L2 trip after the other).
 - Counting the CTA before the reduce spilled the count at TP 8: a store that waits for the atomic, in the way
