@@ -279,9 +279,9 @@ def _nccl_group() -> Any:
 
 
 def _nccl_torch(cell: Cell) -> Contender:
+    _refuse_shared_gpu(cell)
     import torch.distributed
 
-    _refuse_shared_gpu(cell)
     x, group = _empty(cell), _nccl_group()
     return GraphRun(cell, lambda: torch.distributed.all_reduce(x, group=group), x, x)
 
@@ -316,13 +316,13 @@ def _torch_two_shot(cell: Cell) -> Contender:
 
 
 def _torch_multimem(cell: Cell) -> Contender:
-    import torch
-
     if cell.shared:
         raise ValueError("multicast needs a GPU for each rank")
     refusal = symmetric.multicast_refusal(symmetric._Driver(), cell.ordinal)
     if refusal:
         raise ValueError(f"no multicast: {refusal}")
+    import torch
+
     x, handle, group = _symmetric(cell)
     if not handle.multicast_ptr:
         raise ValueError("no multicast: the rendezvous gave no multicast address")
