@@ -24,7 +24,6 @@ CudaDriver Open() {
   Find(library, "cuGetErrorName", driver.cuGetErrorName);
   Find(library, "cuGetErrorString", driver.cuGetErrorString);
   Find(library, "cuDeviceGet", driver.cuDeviceGet);
-  Find(library, "cuDeviceGetAttribute", driver.cuDeviceGetAttribute);
   Find(library, "cuDevicePrimaryCtxRetain", driver.cuDevicePrimaryCtxRetain);
   Find(library, "cuDevicePrimaryCtxRelease_v2", driver.cuDevicePrimaryCtxRelease);
   Find(library, "cuCtxPushCurrent_v2", driver.cuCtxPushCurrent);

@@ -2,8 +2,9 @@
 //
 // The protocol asks for one thing only: no 32-bit word may tear (R1). x86-64 and aarch64 give that to aligned vectors,
 // in pieces of at least 8 bytes, so these are volatile vector accesses: with 8-byte atomics, the widest that C++ has,
-// the moves took half of the time of a large all-reduce. They order nothing, like relaxed atomics, and relaxed atomics
-// is what ThreadSanitizer is shown. Sizes are whole chunks, addresses chunk-aligned.
+// an all-reduce of 16 x 7168 BF16 by 8 threads on one core took 1.4 to 1.9 times as long (two runs). They order
+// nothing, like relaxed atomics, and relaxed atomics is what ThreadSanitizer is shown. Sizes are whole chunks,
+// addresses chunk-aligned.
 #ifndef JAX_TWOSHOT_SHARED_WORDS_H_
 #define JAX_TWOSHOT_SHARED_WORDS_H_
 

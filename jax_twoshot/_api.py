@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -12,7 +13,7 @@ from jax.interpreters import ad, batching, mlir
 
 import jax_twoshot
 from jax_twoshot import _compat, _ffi, protocol, workspace
-from jax_twoshot.workspace import Workspace
+from jax_twoshot.workspace import Workspace, axes_text, axes_tuple
 
 
 def all_reduce(
@@ -66,11 +67,11 @@ class _Axes(NamedTuple):
 
     @property
     def tp(self) -> int:
-        return int(np.prod([self.sizes[name] for name in self.names], dtype=np.int64))
+        return math.prod(self.sizes[name] for name in self.names)
 
 
 def _manual_axes(axis_name: str | tuple[str, ...]) -> _Axes:
-    names = tuple(axis_name) if isinstance(axis_name, (tuple, list)) else (axis_name,)
+    names = axes_tuple(axis_name)
     mesh = jax.sharding.get_abstract_mesh()
     prefix = f"jax_twoshot.all_reduce: axis_name={axis_name!r}"
     if not names or len(set(names)) != len(names):
@@ -173,7 +174,7 @@ def _lower_cpu(ctx, x, rank, group, *, axes, tp, workspace, algorithm, typed):
         return [x]
     if jax.process_count() > 1:
         raise NotImplementedError(
-            f"jax_twoshot.all_reduce over {_axes_text(axes)}: on CPU the ranks are devices of one process, this job "
+            f"jax_twoshot.all_reduce over {axes_text(axes)}: on CPU the ranks are devices of one process, this job "
             f"has {jax.process_count()} processes; run it in one process with as many devices "
             "(jax.config.update('jax_num_cpu_devices', n)), or use jax.lax.psum"
         )
@@ -188,14 +189,14 @@ def _lower_cuda(ctx, x, rank, group, *, axes, tp, workspace, algorithm, typed):
         return [x]
     if workspace is None:
         raise ValueError(
-            f"jax_twoshot.all_reduce over {_axes_text(axes)}: on CUDA it needs a workspace made before the first call; "
+            f"jax_twoshot.all_reduce over {axes_text(axes)}: on CUDA it needs a workspace made before the first call; "
             f"none is open for these axes of this mesh and dtype {ctx.avals_in[0].dtype.name}. Make one on every "
             "process and keep it: ws = jax_twoshot.Workspace(mesh, axis_name, rows=..., width=..., dtype=...)"
         )
     devices = _compat.lowering_devices(ctx)
     if devices is not None and devices != workspace.devices:
         raise ValueError(
-            f"jax_twoshot.all_reduce over {_axes_text(axes)}: the shard_map runs on devices {devices}, the workspace "
+            f"jax_twoshot.all_reduce over {axes_text(axes)}: the shard_map runs on devices {devices}, the workspace "
             f"was made for {workspace.devices}; make a Workspace with this mesh"
         )
     # The rank and the group are the workspace's to know: only x goes to the kernel.
@@ -214,7 +215,7 @@ def _attributes(axes: tuple[str, ...], layout: protocol.Layout) -> dict[str, Any
     return {
         "tp": np.int64(layout.tp),
         "slot_chunks": np.int64(layout.slot_chunks),
-        "axes": _axes_text(axes),
+        "axes": axes_text(axes),
         "version": jax_twoshot.__version__,
     }
 
@@ -228,10 +229,6 @@ def _lower_other(ctx, x, rank, group, *, axes, tp, workspace, algorithm, typed):
     raise NotImplementedError(
         f"jax_twoshot.all_reduce runs on CPU and CUDA devices, not on {ctx.module_context.platforms}; use jax.lax.psum"
     )
-
-
-def _axes_text(axes: tuple[str, ...]) -> str:
-    return f"axis {axes[0]!r}" if len(axes) == 1 else f"axes {axes!r}"
 
 
 mlir.register_lowering(all_reduce_p, _lower_other)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import os
 import threading
 import time
@@ -75,7 +76,7 @@ class Workspace:
                 f"Workspace: mesh must be a jax.sharding.Mesh (it says which devices), got {type(mesh).__name__}; "
                 "make one with jax.make_mesh"
             )
-        names = tuple(axis_names) if isinstance(axis_names, (tuple, list)) else (axis_names,)
+        names = axes_tuple(axis_names)
         unknown = [name for name in names if name not in mesh.axis_names]
         if unknown or not names or len(set(names)) != len(names):
             raise ValueError(
@@ -92,7 +93,7 @@ class Workspace:
         self.axis_names = tuple(n for n in mesh.axis_names if n in names)
         self.format = protocol.FORMATS[name]
         self.rows, self.width = int(rows), int(width)
-        tp = int(np.prod([mesh.shape[n] for n in self.axis_names], dtype=np.int64))
+        tp = math.prod(mesh.shape[n] for n in self.axis_names)
         cuda = tp > 1 and mesh.devices.flat[0].platform == "gpu"
         # One rank has nobody to sum with and needs no buffers; the layout is then never used.
         layout = protocol.Layout.for_capacity(
@@ -161,11 +162,21 @@ class Workspace:
         return None
 
 
+def axes_tuple(axis_names: str | tuple[str, ...]) -> tuple[str, ...]:
+    """The axes that an argument names: one, or a tuple or list of several."""
+    return tuple(axis_names) if isinstance(axis_names, (tuple, list)) else (axis_names,)
+
+
+def axes_text(axes: tuple[str, ...]) -> str:
+    """How messages name the axes of a call."""
+    return f"axis {axes[0]!r}" if len(axes) == 1 else f"axes {axes!r}"
+
+
 def groups(mesh: jax.sharding.Mesh, axes: Sequence[str]) -> list[list[jax.Device]]:
     """The devices of each group, in rank order: along ``axes``, which are in the mesh's order."""
     reduced = [mesh.axis_names.index(name) for name in axes]
     last = range(mesh.devices.ndim - len(reduced), mesh.devices.ndim)
-    tp = int(np.prod([mesh.devices.shape[i] for i in reduced], dtype=np.int64))
+    tp = math.prod(mesh.shape[name] for name in axes)
     return np.moveaxis(mesh.devices, reduced, last).reshape(-1, tp).tolist()
 
 
@@ -179,7 +190,7 @@ class _CudaBuffers:
         self._format = workspace.format
         self._layout = workspace.handle.layout
         self.native: Any = None
-        self._axes = str(workspace.axis_names[0] if len(workspace.axis_names) == 1 else workspace.axis_names)
+        self._axes = axes_text(workspace.axis_names)
         _free_unused()
         self.buffers = symmetric.allocate(
             groups(workspace.mesh, workspace.axis_names),
