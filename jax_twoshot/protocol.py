@@ -61,7 +61,7 @@ MAX_ROUND_ELEMENTS = (1 << 31) - 8
 
 def ceil_div(a: int, b: int) -> int:
     """The least integer not below ``a / b``, for positive ``b``."""
-    return -(-a // b)
+    return (a + b - 1) // b
 
 
 @dataclass(frozen=True)
