@@ -1,7 +1,8 @@
 """``bench``: time of a call, ours and its peers', in one run that checks their sums first.
 
-Every peer runs the same program, `calls` times ``x = scale * all_reduce(x)``, in a scan on CPU and one by one on GPUs, so
-the time of a call includes the multiply and the loop. Peers take turns, run by run: what disturbs the machine disturbs all.
+Every peer runs the same program, `calls` times ``x = scale * all_reduce(x)``, in a scan on CPU and one by one on GPUs:
+the time of a call includes the multiply, and the loop. Peers take turns, run by run: what disturbs the machine disturbs
+all.
 
 Columns as in NCCL's tests: ``algbw`` is bytes over time, ``busbw`` that times ``2 (n - 1) / n``, what an
 all-reduce has to move through every rank.
