@@ -332,7 +332,7 @@ def _text(
     return "\n".join(
         (
             *(f"# {line}" for line in title.splitlines()),
-            f"# time: median of {args.repeats} runs of {args.calls} calls in a scan, with a multiply a call; "
+            f"# time: median of {args.repeats} runs of {args.calls} calls, with a multiply a call; "
             "spread: between the quartiles",
             terminal.table(header, [_row(m, measurements) for m in measurements]),
             *(f"# {name} is not in the table: {reason}" for name, reason in reasons.items()),
