@@ -36,6 +36,8 @@ class Mailbox {
 
   // Set when a rank gave up: the others stop waiting, and nobody may use the buffers again.
   std::atomic<bool> abandoned{false};
+  // Which meeting of this process it is lent to, counted from 1: for messages.
+  int64_t meeting = 0;
 
  private:
   struct alignas(64) Epoch {
