@@ -23,7 +23,6 @@ constexpr size_t kControlBytes = 16;
 constexpr uint32_t kSlow = 1;
 constexpr uint32_t kFailed = 2;
 constexpr uint32_t kReduce = 1;
-constexpr double kCollectPatience = 1.125;  // a collect waits so much longer than a reduce
 
 std::atomic<int64_t> handler_calls{0};
 

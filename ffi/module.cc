@@ -8,10 +8,13 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <map>
 #include <stdexcept>
+#include <string>
 
 #include "all_reduce_cuda.h"
 #include "cpu_handler.h"
+#include "faults.h"
 #include "protocol.h"
 #include "timeout.h"
 
@@ -63,6 +66,21 @@ nb::dict Stages(XLA_FFI_Handler* instantiate, XLA_FFI_Handler* execute) {
   return stages;
 }
 
+// Kind by name; "none" takes the fault back.
+void PlantFault(const std::string& kind, int rank, const std::string& phase, double seconds, int owner) {
+  using Kind = jax_twoshot::Fault::Kind;
+  static const std::map<std::string, Kind> kinds{{"delay", Kind::kDelay},
+                                                 {"stop", Kind::kStop},
+                                                 {"drop", Kind::kDrop},
+                                                 {"tear", Kind::kTear},
+                                                 {"flip", Kind::kFlip}};
+  static const std::map<std::string, jax_twoshot::Phase> phases{{"push", jax_twoshot::Phase::kPush},
+                                                                {"reduce", jax_twoshot::Phase::kReduce},
+                                                                {"collect", jax_twoshot::Phase::kCollect}};
+  jax_twoshot::planted_fault =
+      kind == "none" ? nullptr : new jax_twoshot::Fault{kinds.at(kind), rank, phases.at(phase), seconds, owner};
+}
+
 }  // namespace
 
 NB_MODULE(_extension, module) {
@@ -76,6 +94,9 @@ NB_MODULE(_extension, module) {
                                 layout.gather_offset(generation, slot * slot_chunks + chunk));
              });
   module.def("set_timeout", [](double seconds) { jax_twoshot::timeout_seconds = seconds; });
+  // For tests/test_faults.py alone.
+  module.def("plant_fault", &PlantFault, nb::arg("kind"), nb::arg("rank") = 0, nb::arg("phase") = "push",
+             nb::arg("seconds") = 0.0, nb::arg("owner") = 0);
   module.def("launch_grid", &jax_twoshot::Grid);
   module.def("next_round", [](int tp, int64_t slot_chunks, int64_t left, const std::string& asked, int ranks_on_device,
                               bool multicast) {

@@ -9,6 +9,10 @@ namespace jax_twoshot {
 // JAX_TWOSHOT_TIMEOUT, handed over by jax_twoshot/_ffi.py: seconds; 0: for ever.
 inline std::atomic<double> timeout_seconds{300.0};
 
+// A collect waits so much longer than a reduce: a rank that owns a chunk then names the rank that is missing, before
+// others name the owners that wait for it.
+inline constexpr double kCollectPatience = 1.125;
+
 struct Deadline {
   double seconds;       // 0: for ever
   const char* setting;  // what a message calls it
