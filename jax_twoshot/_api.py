@@ -181,7 +181,15 @@ def _lower_cpu(ctx, x, rank, group, *, axes, tp, workspace, algorithm, typed):
     layout = protocol.Layout.for_capacity(tp, protocol.CPU_CAPACITY_BYTES)
     if workspace and workspace.layout.slot_chunks < layout.slot_chunks:
         layout = workspace.layout
-    return jax.ffi.ffi_lowering(_ffi.TARGET)(ctx, x, rank, group, **_attributes(axes, layout))
+    return jax.ffi.ffi_lowering(_ffi.TARGET)(
+        ctx,
+        x,
+        rank,
+        group,
+        workspace=np.int64(workspace.id if workspace else -1),
+        timeout=np.float64(_ffi.timeout_attribute(workspace.timeout if workspace else None)),
+        **_attributes(axes, layout),
+    )
 
 
 def _lower_cuda(ctx, x, rank, group, *, axes, tp, workspace, algorithm, typed):

@@ -154,6 +154,20 @@ def test_a_killed_rank_is_named(gpu, figure):
         judge_what_the_others_saw(rank, caught.value.summaries[rank]["killed"], figure)
 
 
+def test_a_reset_makes_a_failed_workspace_as_new(gpu, figure):
+    ranks = worker.launch(4, ["reset"])
+    figure(f"{[rank['reset']['seconds of a reset'] for rank in ranks]} s")
+    for rank, result in enumerate(r["reset"] for r in ranks):
+        assert (result["calls"], result["wrong"]) == (4 * 5 * 21, 0), result["first"]
+        for case in ("stays away", "comes too late", "stays away, and one reset fails"):
+            if rank in OTHERS:
+                assert result[case]["numbers"] == 0
+                assert f"rank {rank} of 4 waits for rank 2 (" in str(result[case]["next call"])
+                assert "the deadline Workspace(timeout=...) of 2 s has passed" in str(result[case]["next call"])
+        assert "step 'reset 3, settle' failed on process 0: RuntimeError: planned" in result["reset"]
+        assert "was not reset on every process" in str(result["call after it"])
+
+
 def judge_what_the_others_saw(rank, result, figure):
     figure(f"rank {rank} waited {result['waited']} s; a replay gave {result['replay']}; {result['check']}")
     assert (result["calls"], result["wrong"]) == (10, 0)
