@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -103,14 +103,35 @@ def _manual_axes(axis_name: str | tuple[str, ...]) -> _Axes:
     return _Axes(in_mesh_order, others, dict(mesh.shape))
 
 
-def _all_reduce_leaf(x: Any, axes: _Axes, given: Workspace | None, algorithm: str) -> jax.Array:
-    x = jnp.asarray(x)
-    fmt = protocol.FORMATS.get(x.dtype.name)
+def check(x: jax.Array, axis_name: str | tuple[str, ...], platform: str) -> None:
+    """Raises what ``all_reduce(x, axis_name)`` would, now or when it is compiled for ``platform``; and where there is
+    nothing to sum, since only one rank is in the group."""
+    axes = _manual_axes(axis_name)
+    fmt = _format(x.dtype)
+    if axes.tp == 1:
+        raise ValueError(f"one rank along {axes_text(axes.names)}: nothing to sum")
+    handle = workspace.resolve(None, axes.names, axes.sizes, fmt)
+    if platform == "cpu":
+        _cpu_layout(axes.names, axes.tp, handle)
+    elif platform == "gpu":
+        _check_workspace(axes.names, x.dtype, handle)
+    else:
+        _refuse_platform(platform)
+
+
+def _format(dtype: np.dtype) -> protocol.Format:
+    fmt = protocol.FORMATS.get(dtype.name)
     if fmt is None:
         raise TypeError(
-            f"jax_twoshot.all_reduce: x has dtype {x.dtype.name}, it takes {', '.join(protocol.FORMATS)}; use "
+            f"jax_twoshot.all_reduce: x has dtype {dtype.name}, it takes {', '.join(protocol.FORMATS)}; use "
             "jax.lax.psum for other dtypes"
         )
+    return fmt
+
+
+def _all_reduce_leaf(x: Any, axes: _Axes, given: Workspace | None, algorithm: str) -> jax.Array:
+    x = jnp.asarray(x)
+    fmt = _format(x.dtype)
     rank = jax.lax.axis_index(axes.names)
     group = jax.lax.axis_index(axes.others) if axes.others else jnp.int32(0)
     # Under check_vma=True, and only there, an axis index is typed as varying: what psum's rules go by.
@@ -172,6 +193,11 @@ batching.primitive_batchers[all_reduce_p] = _batch
 def _lower_cpu(ctx, x, rank, group, *, axes, tp, workspace, algorithm, typed):
     if _is_identity(ctx, tp):
         return [x]
+    layout = _cpu_layout(axes, tp, workspace)
+    return jax.ffi.ffi_lowering(_ffi.TARGET)(ctx, x, rank, group, **_attributes(axes, layout))
+
+
+def _cpu_layout(axes: tuple[str, ...], tp: int, workspace: workspace.Handle | None) -> protocol.Layout:
     if jax.process_count() > 1:
         raise NotImplementedError(
             f"jax_twoshot.all_reduce over {axes_text(axes)}: on CPU the ranks are devices of one process, this job "
@@ -180,19 +206,14 @@ def _lower_cpu(ctx, x, rank, group, *, axes, tp, workspace, algorithm, typed):
         )
     layout = protocol.Layout.for_capacity(tp, protocol.CPU_CAPACITY_BYTES)
     if workspace and workspace.layout.slot_chunks < layout.slot_chunks:
-        layout = workspace.layout
-    return jax.ffi.ffi_lowering(_ffi.TARGET)(ctx, x, rank, group, **_attributes(axes, layout))
+        return workspace.layout
+    return layout
 
 
 def _lower_cuda(ctx, x, rank, group, *, axes, tp, workspace, algorithm, typed):
     if _is_identity(ctx, tp):
         return [x]
-    if workspace is None:
-        raise ValueError(
-            f"jax_twoshot.all_reduce over {axes_text(axes)}: on CUDA it needs a workspace made before the first call; "
-            f"none is open for these axes of this mesh and dtype {ctx.avals_in[0].dtype.name}. Make one on every "
-            "process and keep it: ws = jax_twoshot.Workspace(mesh, axis_name, rows=..., width=..., dtype=...)"
-        )
+    workspace = _check_workspace(axes, ctx.avals_in[0].dtype, workspace)
     devices = _compat.lowering_devices(ctx)
     if devices is not None and devices != workspace.devices:
         raise ValueError(
@@ -208,6 +229,16 @@ def _lower_cuda(ctx, x, rank, group, *, axes, tp, workspace, algorithm, typed):
         algorithm=algorithm,
         **_attributes(axes, workspace.layout),
     )
+
+
+def _check_workspace(axes: tuple[str, ...], dtype: np.dtype, workspace: workspace.Handle | None) -> workspace.Handle:
+    if workspace is None:
+        raise ValueError(
+            f"jax_twoshot.all_reduce over {axes_text(axes)}: on CUDA it needs a workspace made before the first call; "
+            f"none is open for these axes of this mesh and dtype {dtype.name}. Make one on every "
+            "process and keep it: ws = jax_twoshot.Workspace(mesh, axis_name, rows=..., width=..., dtype=...)"
+        )
+    return workspace
 
 
 def _attributes(axes: tuple[str, ...], layout: protocol.Layout) -> dict[str, Any]:
@@ -226,8 +257,12 @@ def _is_identity(ctx, tp: int) -> bool:
 
 
 def _lower_other(ctx, x, rank, group, *, axes, tp, workspace, algorithm, typed):
+    _refuse_platform(*ctx.module_context.platforms)
+
+
+def _refuse_platform(*platforms: str) -> NoReturn:
     raise NotImplementedError(
-        f"jax_twoshot.all_reduce runs on CPU and CUDA devices, not on {ctx.module_context.platforms}; use jax.lax.psum"
+        f"jax_twoshot.all_reduce runs on CPU and CUDA devices, not on {', '.join(platforms)}; use jax.lax.psum"
     )
 
 

@@ -6,6 +6,8 @@ from collections.abc import Set as AbstractSet
 from typing import Any
 
 import jax
+from jax.extend.core import Primitive
+from jax.sharding import PartitionSpec as P
 
 
 def varying(aval: Any) -> frozenset[str]:
@@ -23,3 +25,19 @@ def lowering_devices(ctx: Any) -> tuple[int, ...] | None:
     export."""
     devices = getattr(getattr(ctx.module_context.axis_context, "mesh", None), "devices", None)
     return None if devices is None else tuple(device.id for device in devices.flat)
+
+
+def psum_primitives() -> frozenset[Primitive]:
+    """What `jax.lax.psum` binds, with types checked and without: not public, and named otherwise before JAX 0.8, so it
+    is asked."""
+    mesh = jax.sharding.AbstractMesh((2,), ("ranks",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def bound(check_vma: bool) -> Primitive:
+        reduce = jax.shard_map(
+            lambda x: jax.lax.psum(x, "ranks"), mesh=mesh, in_specs=P("ranks"), out_specs=P(), check_vma=check_vma
+        )
+        (shard_map,) = jax.make_jaxpr(reduce)(jax.ShapeDtypeStruct((2,), "float32")).eqns
+        (psum,) = shard_map.params["jaxpr"].eqns
+        return psum.primitive
+
+    return frozenset({bound(True), bound(False)})
