@@ -25,9 +25,10 @@ def all_reduce(
 ) -> Any:
     """Sums ``x`` over the ranks of one or several mesh axes: a drop-in for :func:`jax.lax.psum`.
 
-    To be called inside :func:`jax.shard_map`. All ranks get the same bits: the values are added in FP32 in rank
-    order (ranks are numbered along the mesh's axes, in the mesh's order) and rounded once, whatever the shape,
-    the batch size, the workspace and the algorithm. -0.0 counts as +0.0, and NaN comes out in one form.
+    To be called inside :func:`jax.shard_map`; the mesh's other axes are manual there too, or Explicit. All ranks get
+    the same bits: the values are added in FP32 in rank order (ranks are numbered along the mesh's axes, in the mesh's
+    order) and rounded once, whatever the shape, the batch size, the workspace and the algorithm. -0.0 counts as +0.0,
+    and NaN comes out in one form.
 
     The result has ``psum``'s type under ``check_vma=True`` (varying over the axes of ``x`` less ``axis_name``),
     ``psum``'s derivatives, and under :func:`jax.vmap` it is one call on the batched array.
@@ -48,7 +49,7 @@ def all_reduce(
       TypeError: a dtype other than the three.
       NameError: ``axis_name`` is not an axis here: no such axis, or outside ``shard_map``.
       ValueError: the axis is not manual, the workspace is closed or does not fit, or there is no such algorithm.
-      NotImplementedError: another axis of the mesh is not manual, or the platform is neither CPU nor CUDA.
+      NotImplementedError: another axis of the mesh is Auto, or the platform is neither CPU nor CUDA.
     """
     axes = _manual_axes(axis_name)
     choices = ("auto", *protocol.ALGORITHMS)
@@ -59,11 +60,13 @@ def all_reduce(
 
 
 class _Axes(NamedTuple):
-    """The reduced axes and the others, each in the mesh's order, with ``sizes`` of the whole mesh."""
+    """The reduced axes and the others, each in the mesh's order, with ``sizes`` of the whole mesh; which of the others
+    are Explicit here, not manual."""
 
     names: tuple[str, ...]
     others: tuple[str, ...]
     sizes: dict[str, int]
+    explicit: frozenset[str]
 
     @property
     def tp(self) -> int:
@@ -92,15 +95,17 @@ def _manual_axes(axis_name: str | tuple[str, ...]) -> _Axes:
                 f"{prefix}: axis {name!r} is not manual here, the manual axes are {tuple(mesh.manual_axes)}; name it "
                 "in jax.shard_map's axis_names, or leave axis_names out to make all axes manual"
             )
-    automatic = [n for n in mesh.axis_names if n not in mesh.manual_axes and mesh.shape[n] > 1]
+    automatic = [n for n in mesh.auto_axes if mesh.shape[n] > 1]
     if automatic:
         raise NotImplementedError(
-            f"{prefix}: every axis of the mesh has to be manual, {automatic} are not; leave axis_names out of "
-            "jax.shard_map, or use jax.lax.psum"
+            f"{prefix}: the other axes of the mesh have to be manual or Explicit, {automatic} are Auto, and how x is "
+            "sharded over them is not known yet; leave axis_names out of jax.shard_map, or make the mesh with "
+            "jax.make_mesh, or use jax.lax.psum"
         )
     in_mesh_order = tuple(n for n in mesh.axis_names if n in names)
     others = tuple(n for n in mesh.axis_names if n not in names)
-    return _Axes(in_mesh_order, others, dict(mesh.shape))
+    explicit = frozenset(n for n in mesh.explicit_axes if mesh.shape[n] > 1)
+    return _Axes(in_mesh_order, others, dict(mesh.shape), explicit)
 
 
 def check(x: jax.Array, axis_name: str | tuple[str, ...], platform: str) -> None:
@@ -133,9 +138,19 @@ def _all_reduce_leaf(x: Any, axes: _Axes, given: Workspace | None, algorithm: st
     x = jnp.asarray(x)
     fmt = _format(x.dtype)
     rank = jax.lax.axis_index(axes.names)
-    group = jax.lax.axis_index(axes.others) if axes.others else jnp.int32(0)
     # Under check_vma=True, and only there, an axis index is typed as varying: what psum's rules go by.
     typed = bool(_compat.varying(jax.typeof(rank)))
+    if axes.explicit:
+        # Each device's part is a message of its own: left to XLA, the custom call would get x whole on every device.
+        spec = jax.typeof(x).sharding.spec
+        return jax.shard_map(
+            lambda part: _all_reduce_leaf(part, axes._replace(explicit=frozenset()), given, algorithm),
+            axis_names=axes.explicit,
+            in_specs=spec,
+            out_specs=spec,
+            check_vma=typed,
+        )(x)
+    group = jax.lax.axis_index(axes.others) if axes.others else jnp.int32(0)
     missing = tuple(n for n in axes.names if n not in _compat.varying(jax.typeof(x))) if typed else ()
     if missing:
         x = jax.lax.pcast(x, missing, to="varying")

@@ -22,9 +22,9 @@ def with_varying(aval: Any, axes: AbstractSet[str]) -> Any:
 
 def lowering_devices(ctx: Any) -> tuple[int, ...] | None:
     """Ids of the devices that a program is being compiled for, in mesh order; None where JAX does not say, as in an
-    export."""
-    devices = getattr(getattr(ctx.module_context.axis_context, "mesh", None), "devices", None)
-    return None if devices is None else tuple(device.id for device in devices.flat)
+    export or in a shard_map inside another."""
+    mesh = getattr(ctx.module_context.axis_context, "mesh", None)
+    return tuple(device.id for device in mesh.devices.flat) if isinstance(mesh, jax.sharding.Mesh) else None
 
 
 def psum_primitives() -> frozenset[Primitive]:
