@@ -53,10 +53,12 @@ def load_decoder() -> ModuleType:
 decode = load_decoder()
 
 
-def run_example(name: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def run_example(
+    name: str, *arguments: str, launcher: tuple[str, ...] = (), **environment: str
+) -> subprocess.CompletedProcess[str]:
     inherited = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     return subprocess.run(
-        [sys.executable, str(EXAMPLES / name), *arguments],
+        [sys.executable, *launcher, str(EXAMPLES / name), *arguments],
         env={**inherited, **environment},
         capture_output=True,
         encoding="utf-8",
@@ -118,6 +120,29 @@ def test_decoding_answers_alike_with_both_reductions(weights):
     )
     alike = re.fullmatch(r"every token the same: yes, (\d+) of (\d+)", same)
     assert alike and alike[1] == alike[2] and 8 < int(alike[2]) <= 24
+
+
+REPLACING_PSUM = """
+import runpy, sys, jax_twoshot
+sys.argv = sys.argv[1:]
+with jax_twoshot.replacing_psum() as report:
+    try:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    finally:
+        print(report)
+"""
+
+
+def test_psum_form_runs_on_all_reduce_unchanged(weights):
+    """Both steps, prefill and decode, two sums a layer and one of the embedding each; the answer of the others."""
+    done = run_example(
+        *("smollm2_decode.py", "--reduce", "psum", "--tokens", "12", "--prompt", CAPITAL),
+        launcher=("-c", REPLACING_PSUM),
+        SMOLLM2_CACHE_DIR=str(weights.parent),
+    )
+    assert done.returncode == 0, done.stderr
+    assert f"> {CAPITAL}\nThe capital of France is Paris.\n\nlax.psum " in done.stdout
+    assert f"\npsum: {2 * (2 * decode.LAYERS + 1)} served by all_reduce, 0 passed on\n" in done.stdout
 
 
 def test_one_rank_gives_the_same_answer(weights):
