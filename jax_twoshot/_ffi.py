@@ -19,7 +19,9 @@ except ImportError as error:
     ) from error
 
 TARGET = "jax_twoshot_all_reduce"
-"""The custom call's name, one handler a platform."""
+"""The all-reduce's custom call, one handler a platform."""
+CUTE_TARGET = "jax_twoshot_cute_call"
+"""The custom call of a kernel that comes with it, on CUDA."""
 
 
 def protocol_constants() -> dict[str, Any]:
@@ -124,6 +126,7 @@ def _check_mirror() -> None:
 def _register() -> None:
     jax.ffi.register_ffi_target(TARGET, _extension.cpu_handlers(), platform="cpu")
     jax.ffi.register_ffi_target(TARGET, _extension.cuda_handlers(), platform="CUDA")
+    jax.ffi.register_ffi_target(CUTE_TARGET, _extension.cute_handlers(), platform="CUDA")
 
 
 _check_mirror()
