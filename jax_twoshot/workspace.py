@@ -172,7 +172,7 @@ class Workspace:
         self.axis_names = tuple(n for n in mesh.axis_names if n in names)
         self.format = protocol.FORMATS[name]
         self.rows, self.width = int(rows), int(width)
-        tp = _ranks(math.prod(mesh.shape[n] for n in self.axis_names), owners, tp)
+        tp = self._tp = _ranks(math.prod(mesh.shape[n] for n in self.axis_names), owners, tp)
         cuda = tp > 1 and mesh.devices.flat[0].platform == "gpu"
         capacity = self.rows * self.width * self.format.itemsize
         # One rank has nobody to sum with and needs no buffers; the layout is then never used.
@@ -197,6 +197,11 @@ class Workspace:
         # Also when nobody keeps the workspace: a compiled program may still use the memory.
         self._release = weakref.finalize(self, self._cuda.close) if self._cuda else None
         _open[self.handle.id] = self
+
+    @property
+    def tp(self) -> int:
+        """Ranks of a group, or those that the stand-in plays."""
+        return self._tp
 
     @property
     def closed(self) -> bool:
