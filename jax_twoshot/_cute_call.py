@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -188,6 +189,65 @@ def _abstract_eval(*operands, call):
     everywhere = frozenset[str]().union(*(_compat.varying(x) for x in operands))
     axes = everywhere if call.varying is None else call.varying
     return [_compat.with_varying(jax.core.ShapedArray(shape, dtype), axes) for shape, dtype in call.results]
+
+
+def compile_kernel(
+    kernel: Any,
+    arch: str,
+    *,
+    addresses: int,
+    scalars: int,
+    tp: int,
+    stand_in: bool = False,
+    dtype: Any = jnp.bfloat16,
+    multicast: bool = False,
+    deferred: bool = False,
+    threads: int = protocol.THREADS,
+    ctas_per_sm: int = 1,
+    shared_memory: int = 0,
+    folder: Path | str | None = None,
+) -> cubin.Cubin:
+    """Compiles what :func:`cute_call` would, without a GPU: to look at, or for a machine without the compiler.
+
+    Args:
+      kernel: as for ``cute_call``, and so are ``threads``, ``ctas_per_sm`` and ``shared_memory``.
+      arch: target, such as "sm_90a"; one of ``jax_twoshot.cubin.ARCHS``.
+      addresses: operands and results of the call.
+      scalars: scalars of the call.
+      tp: ranks in the group.
+      stand_in: for ``Workspace(owners=1)``.
+      dtype: the workspace's.
+      multicast: for GPUs that store to all ranks at once, as ``python -m jax_twoshot doctor`` says.
+      deferred: for ``Workspace(generations=3)``.
+      folder: where to put the cubin; ``JAX_TWOSHOT_CUBIN_PATH`` names it where it is used. By default nowhere.
+
+    Returns:
+      The cubin: ``image``, ``symbol``, ``registers`` of a thread.
+
+    Raises:
+      CubinError: the compiler is not installed.
+      TypeError, ValueError: the kernel has other parameters, or there can be no such kernel.
+    """
+    name = CuteKernel.of(kernel)
+    which = cubin.Kernel(
+        source=name.source,
+        class_name=name.class_name,
+        parameters=name.parameters,
+        addresses=addresses,
+        scalars=scalars,
+        tp=tp,
+        owners=1 if stand_in else tp,
+        format=np.dtype(dtype).name,
+        multicast=multicast,
+        deferred=deferred,
+        threads=threads,
+        ctas_per_sm=ctas_per_sm,
+        shared_memory=shared_memory,
+        arch=arch,
+    )
+    if folder is None:
+        return cubin.compile_variant(which)
+    return cubin.compile_into([which], Path(folder))[0]
 
 
 def _lower_cuda(ctx, *operands, call):

@@ -215,8 +215,8 @@ class Kernel:
         if self.source.startswith(f"{__package__}."):
             return _compile_command(self.arch, folder)
         return (
-            "run the program where the compiler is installed, on a GPU of the same kind, and copy the kernel from "
-            f"that machine's JAX_TWOSHOT_CACHE_DIR to {folder}"
+            f"jax_twoshot.cutedsl.compile_kernel(..., {self.arch!r}, folder={str(folder)!r}) with the call's own "
+            "arguments, which needs no GPU"
         )
 
     def compile(self) -> Compiled:

@@ -179,7 +179,7 @@ class Workspace:
         self.format = protocol.FORMATS[name]
         self.rows, self.width = int(rows), int(width)
         self.timeout = None if timeout is None else _settings.seconds_of("Workspace: timeout", timeout)
-        tp = _ranks(math.prod(mesh.shape[n] for n in self.axis_names), owners, tp)
+        tp = self._tp = _ranks(math.prod(mesh.shape[n] for n in self.axis_names), owners, tp)
         cuda = tp > 1 and mesh.devices.flat[0].platform == "gpu"
         capacity = self.rows * self.width * self.format.itemsize
         # One rank has nobody to sum with and needs no buffers; the layout is then never used.
@@ -203,6 +203,11 @@ class Workspace:
         # Also when nobody keeps the workspace: a compiled program may still use the memory.
         self._release = weakref.finalize(self, self._cuda.close) if self._cuda else None
         _open[self.handle.id] = self
+
+    @property
+    def tp(self) -> int:
+        """Ranks of a group, or those that the stand-in plays."""
+        return self._tp
 
     @property
     def closed(self) -> bool:

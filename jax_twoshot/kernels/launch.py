@@ -26,7 +26,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from cutlass import Boolean, Int32, Int64, Uint32, const_expr, cute
+from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr, cute
 
 from jax_twoshot.kernels import memory, twoshot
 from jax_twoshot.kernels.memory import Chunk
@@ -289,24 +289,79 @@ def rearm_previous(call: Call, first: Int32, step: Int32) -> None:
         twoshot.rearm(before.base + before.gather_offset(before.generation, Int64(chunk)), before.format)
 
 
+# ---- Its pieces, for a kernel that combines otherwise -------------------------------------------------------
+
+
+def slot_address(call: Call, rank: int | Int64, index: Int32) -> Int64:
+    """Where ``rank``'s part of this rank's own chunk ``index`` arrives."""
+    return call.buffers.base + call.buffers.recv_offset(call.buffers.generation, rank, Int64(index))
+
+
+def gather_address(call: Call, chunk: Int32) -> Int64:
+    """Where the sum of ``chunk`` of the message arrives."""
+    return call.buffers.base + call.buffers.gather_offset(call.buffers.generation, Int64(chunk))
+
+
+@cute.jit
+def collect_slot(call: Call, rank: int, index: Int32) -> Chunk:
+    """Waits for one rank's part of an own chunk and returns it, or NaN if it did not come (R9).
+
+    In place of ``reduce``, for a kernel that does something else with the parts than to sum them: after this thread's
+    own pushes, once for each slot of each index, from any thread. The slot is re-armed, unless deferred. A message of
+    which no chunk is reduced must be one of which every rank owns a chunk (R4).
+
+    Args:
+      call: this call.
+      rank: at compile time, whose part.
+      index: 0 to ``call.mine - 1``.
+    """
+    words = twoshot.not_a_number(call.buffers.format)
+    if call.alive:
+        place = slot_address(call, rank, index)
+        chunk = call.buffers.rank * call.buffers.owned + index
+        mask = [Uint32(1 << rank)]
+        chunks, arrived = twoshot.wait(call.buffers, call.watch, [place], mask, twoshot.REDUCE, chunk)
+        if arrived:
+            words = chunks[0]
+            if const_expr(not call.deferred):
+                rearm(call, place)
+    return words
+
+
+def rearm(call: Call, address: Int64) -> None:
+    """Makes a chunk of this rank's buffers that this thread has read "not yet written" again (R2)."""
+    twoshot.rearm(address, call.buffers.format)
+
+
+def published(words: Chunk, format: Format) -> Boolean:
+    """Whether all of a polled chunk has arrived: none of its four words is the sentinel (R1)."""
+    return twoshot.has_arrived(words, format)
+
+
+def pack(values: list[Float32], format: Format) -> Chunk:
+    """A chunk's worth of FP32 values, rounded to nearest even, as words that may be published: no -0.0 (R1)."""
+    return twoshot.without_negative_zero(twoshot.narrow(values, format), format)
+
+
+def unpack(words: Chunk, format: Format) -> list[Float32]:
+    """The values of a chunk in FP32, exactly, in the order of memory: ``format.chunk`` of them."""
+    return twoshot.widen(words, format)
+
+
 # ---- The way out -------------------------------------------------------------------------------------------
 
 
 @cute.jit
 def settle(call: Call) -> None:
     """Makes sure that all of this CTA has begun: after the last push, once in every thread. Waits for the CTA."""
-    if (call.state == twoshot.SLOW) & first_thread():
+    if (call.state == twoshot.SLOW) & ((cute.arch.block_idx()[0] + cute.arch.thread_idx()[0]) == 0):
         memory.keep_bits(call.watch.control + twoshot.CONTROL_STATE, Uint32(twoshot.FAILED))
     cute.arch.sync_threads()
 
 
-@cute.jit
 def arrive(call: Call) -> Uint32:
     """Counts this CTA, once in every thread, after ``settle``: for ``advance``, which may be much later."""
-    before = Uint32(0xFFFF_FFFF)
-    if cute.arch.thread_idx()[0] == 0:
-        before = memory.count_to(call.watch.control + twoshot.CONTROL_ARRIVALS, Uint32(ctas() - 1))
-    return before
+    return count_cta(call.watch.control)
 
 
 @cute.jit
@@ -317,17 +372,44 @@ def advance(call: Call, before: Uint32) -> None:
       call: this call.
       before: what ``arrive`` returned.
     """
-    if before == Uint32(ctas() - 1):
-        following = call.epoch + 1
-        if following == call.generations:
-            following = Uint32(0)
-        memory.store_control(call.watch.control + twoshot.CONTROL_EPOCH, following)
-        memory.store_control(call.watch.control + twoshot.CONTROL_CALLS, call.watch.calls + 1)
-        if const_expr(call.deferred):
-            memory.store_control(dirty_address(call, Uint32(call.buffers.generation)), Uint32(call.chunks))
+    if is_last_cta(before):
+        remember_dirty(call)
+    advance_epoch(call.watch.control, before, call.epoch, call.watch.calls, call.generations)
 
 
 # ---- Steps of these ----------------------------------------------------------------------------------------
+
+
+@cute.jit
+def count_cta(control: Int64) -> Uint32:
+    """Counts this CTA, all of whose threads have read the control block: how many came before it. Nothing waits for the
+    count before ``advance_epoch``."""
+    before = Uint32(0xFFFF_FFFF)
+    if cute.arch.thread_idx()[0] == 0:
+        before = memory.count_to(control + twoshot.CONTROL_ARRIVALS, Uint32(ctas() - 1))
+    return before
+
+
+@cute.jit
+def advance_epoch(control: Int64, before: Uint32, epoch: Uint32, calls: Uint32, generations: Uint32) -> None:
+    """The last CTA to be counted readies the control block for the next call (R6)."""
+    if is_last_cta(before):
+        following = epoch + 1
+        if following == generations:
+            following = Uint32(0)
+        memory.store_control(control + twoshot.CONTROL_EPOCH, following)
+        memory.store_control(control + twoshot.CONTROL_CALLS, calls + 1)
+
+
+def is_last_cta(before: Uint32) -> Boolean:
+    """Whether this thread has counted its CTA, as the last."""
+    return before == Uint32(ctas() - 1)
+
+
+def remember_dirty(call: Call) -> None:
+    """Says how much of this call's generation the next one has to re-arm."""
+    if call.deferred:
+        memory.store_control(dirty_address(call, Uint32(call.buffers.generation)), Uint32(call.chunks))
 
 
 def dirty_address(call: Call, generation: Uint32) -> Int64:
@@ -336,12 +418,5 @@ def dirty_address(call: Call, generation: Uint32) -> Int64:
 
 
 def ctas() -> Int32:
-    """CTAs of this launch."""
-    x, y, z = cute.arch.grid_dim()
-    return x * y * z
-
-
-def first_thread() -> Boolean:
-    """Whether this is the first thread of the launch."""
-    x, y, z = cute.arch.block_idx()
-    return (cute.arch.thread_idx()[0] + x + y + z) == 0
+    """CTAs of this launch, whose grid and blocks have one dimension."""
+    return cute.arch.grid_dim()[0]
