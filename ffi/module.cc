@@ -68,6 +68,7 @@ nb::dict Stages(XLA_FFI_Handler* instantiate, XLA_FFI_Handler* execute) {
 NB_MODULE(_extension, module) {
   // A workspace may live as long as the process: that is no leak to report on a user's terminal.
   nb::set_leak_warnings(false);
+  module.attr("built_with_jaxlib") = JAX_TWOSHOT_JAXLIB_VERSION;
   module.def("protocol_constants", &ProtocolConstants);
   module.def("layout_offsets",
              [](int tp, int64_t slot_chunks, int generations, int generation, int slot, int64_t chunk) {
