@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "arithmetic.h"
+#include "faults.h"
 #include "protocol.h"
 
 namespace jax_twoshot {
@@ -31,15 +32,17 @@ class Mailbox {
   std::byte* gather(int rank, int generation, int64_t chunk) {
     return at(rank, layout_.gather_offset(generation, chunk));
   }
-  // Rounds that `rank` has finished; only its own thread touches it.
-  uint64_t& epoch(int rank) { return epochs_[rank].rounds; }
+  // The generation of `rank`'s next round (R6); only its own thread touches it.
+  int& epoch(int rank) { return epochs_[rank].generation; }
 
   // Set when a rank gave up: the others stop waiting, and nobody may use the buffers again.
   std::atomic<bool> abandoned{false};
+  // Which meeting of this process it is lent to, counted from 1: for messages.
+  int64_t meeting = 0;
 
  private:
   struct alignas(64) Epoch {
-    uint64_t rounds = 0;
+    int generation = 0;
   };
   struct Free {
     void operator()(std::byte* memory) const { ::operator delete(memory, std::align_val_t(64)); }
@@ -52,8 +55,6 @@ class Mailbox {
   std::unique_ptr<std::byte, Free> memory_;
   std::vector<Epoch> epochs_;
 };
-
-enum class Phase { kPush, kReduce, kCollect };
 
 // A wait that is taking long, or took too long.
 struct Wait {
@@ -98,10 +99,11 @@ class Call {
   int64_t first_owned(int owner) const;
   int64_t end_owned(int owner) const { return first_owned(owner + 1); }
 
-  void Push();
+  void Push(const Fault* fault);
   Progress Reduce();
   Progress Collect();
 
+  bool Goes(const Fault& fault, Phase phase);
   Progress Await(const std::byte* from, int64_t chunk, int64_t chunks, std::byte* block);
   Progress Blocked(int64_t chunk, int64_t chunks);
   uint64_t MissingRanks(int64_t chunk, int64_t chunks) const;

@@ -22,6 +22,7 @@ namespace {
 constexpr size_t kControlBytes = 16;
 constexpr uint32_t kSlow = 1;
 constexpr uint32_t kFailed = 2;
+constexpr uint32_t kReduce = 1;
 
 std::atomic<int64_t> handler_calls{0};
 
@@ -52,9 +53,14 @@ StatusRecord Read(const StatusRecord& status) {
 
 }  // namespace
 
-CudaWorkspace::CudaWorkspace(int64_t id, std::string axes, Layout layout, int ranks_on_device, int sm_count,
-                             const std::vector<Cubin>& cubins, const std::vector<RankBuffers>& ranks)
-    : id_(id), axes_(std::move(axes)), layout_(layout), ranks_on_device_(ranks_on_device), sm_count_(sm_count) {
+CudaWorkspace::CudaWorkspace(int64_t id, std::string axes, Layout layout, double timeout_seconds, int ranks_on_device,
+                             int sm_count, const std::vector<Cubin>& cubins, const std::vector<RankBuffers>& ranks)
+    : id_(id),
+      axes_(std::move(axes)),
+      layout_(layout),
+      timeout_seconds_(timeout_seconds),
+      ranks_on_device_(ranks_on_device),
+      sm_count_(sm_count) {
   try {
     for (const RankBuffers& buffers : ranks) {
       Device& device = devices_[buffers.ordinal];
@@ -117,21 +123,42 @@ void CudaWorkspace::Release(Device& device) {
   device = Device{};
 }
 
-std::string CudaWorkspace::Describe(const Device& device, const StatusRecord& status) const {
+std::string CudaWorkspace::Describe(const Device& device, const StatusRecord& status, double seconds) const {
+  const std::string call = "round " + std::to_string(status.calls) + " of workspace " + std::to_string(id_);
   return DescribeWait({axes_, device.buffers.rank, layout_.tp, uint64_t{status.missing[1]} << 32 | status.missing[0],
-                       status.phase == 1, status.generation, status.chunk}) +
-         ", round " + std::to_string(status.calls) + " of workspace " + std::to_string(id_);
+                       status.phase == kReduce, status.generation, status.chunk, seconds, call});
 }
 
 std::optional<std::string> CudaWorkspace::Failure() const {
+  if (resetting_) {
+    return "jax_twoshot.all_reduce over " + axes_ + ": workspace " + std::to_string(id_) +
+           " is being reset, or was not reset on every process: call reset() on all of them, and make no call before "
+           "it returns";
+  }
+  const Deadline deadline = DeadlineOf(timeout_seconds_);
   for (const auto& [ordinal, device] : devices_) {
     const StatusRecord status = Read(*device.status);
     if (status.state == kFailed) {
-      return Describe(device, status) + "; " + DeadlineAdvice(timeout_seconds) +
-             ". The results since then are NaN, and the workspace cannot be used again";
+      const double waited = deadline.seconds * (status.phase == kReduce ? 1 : kCollectPatience);
+      return Describe(device, status, waited) + "; " + DeadlineAdvice(deadline) +
+             ". The results since then are NaN, until Workspace.reset() is called on every process";
     }
   }
   return std::nullopt;
+}
+
+void CudaWorkspace::Clear() {
+  const CudaDriver& driver = CudaDriver::Get();
+  for (auto& [ordinal, device] : devices_) {
+    const DeviceScope scope(ordinal);
+    driver.Check(driver.cuMemsetD32(device.control, 0, kControlBytes / kWordBytes), "clearing the control block");
+    driver.Check(driver.cuCtxSynchronize(), "clearing the control block");
+  }
+}
+
+void CudaWorkspace::EndReset() {
+  for (auto& [ordinal, device] : devices_) std::memset(device.status, 0, sizeof(StatusRecord));
+  resetting_ = false;
 }
 
 std::vector<std::string> CudaWorkspace::SlowWaits() {
@@ -141,7 +168,7 @@ std::vector<std::string> CudaWorkspace::SlowWaits() {
     uint32_t slow = kSlow;
     if (status.state == kSlow &&
         __atomic_compare_exchange_n(&device.status->state, &slow, 0u, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
-      texts.push_back(Describe(device, status));
+      texts.push_back(Describe(device, status, DeadlineOf(timeout_seconds_).seconds / 10));
     }
   }
   return texts;
@@ -149,7 +176,7 @@ std::vector<std::string> CudaWorkspace::SlowWaits() {
 
 std::optional<std::string> CudaWorkspace::Launch(int ordinal, CUstream stream, std::optional<Algorithm> asked,
                                                  const std::string& format, const void* x, void* out, int64_t bytes,
-                                                 double timeout_seconds, bool alone) {
+                                                 bool alone) {
   const auto found = devices_.find(ordinal);
   if (found == devices_.end()) {
     return "device " + std::to_string(ordinal) +
@@ -157,6 +184,7 @@ std::optional<std::string> CudaWorkspace::Launch(int ordinal, CUstream stream, s
   }
   Device& device = found->second;
   const int64_t itemsize = format == kFloat32.name ? kFloat32.itemsize : kBFloat16.itemsize;
+  const double timeout_seconds = DeadlineOf(timeout_seconds_).seconds;
 
   for (int64_t start = 0, size = 0; start < bytes; start += size) {
     const RoundPlan round =
@@ -272,9 +300,9 @@ ffi::Error Execute(CUstream stream, int32_t ordinal, LaunchSite* site, ffi::AnyB
   if (std::optional<std::string> failure = workspace.Failure()) {
     return ffi::Error(ffi::ErrorCode::kDeadlineExceeded, *failure);
   }
-  if (std::optional<std::string> error = workspace.Launch(
-          ordinal, stream, AlgorithmNamed(algorithm), FormatName(x.element_type()), x.untyped_data(),
-          out->untyped_data(), static_cast<int64_t>(x.size_bytes()), timeout_seconds, /*alone=*/false)) {
+  if (std::optional<std::string> error =
+          workspace.Launch(ordinal, stream, AlgorithmNamed(algorithm), FormatName(x.element_type()), x.untyped_data(),
+                           out->untyped_data(), static_cast<int64_t>(x.size_bytes()), /*alone=*/false)) {
     return ffi::Error(ffi::ErrorCode::kInternal, "jax_twoshot.all_reduce over " + std::string(axes) + ": " + *error);
   }
   return ffi::Error::Success();

@@ -3,6 +3,7 @@
 #ifndef JAX_TWOSHOT_ALL_REDUCE_CUDA_H_
 #define JAX_TWOSHOT_ALL_REDUCE_CUDA_H_
 
+#include <atomic>
 #include <cstdint>
 #include <map>
 #include <memory>
@@ -51,7 +52,7 @@ struct StatusRecord {
 class CudaWorkspace {
  public:
   // Loads the kernels and allocates; throws std::runtime_error with the driver's text, nothing then left allocated.
-  CudaWorkspace(int64_t id, std::string axes, Layout layout, int ranks_on_device, int sm_count,
+  CudaWorkspace(int64_t id, std::string axes, Layout layout, double timeout_seconds, int ranks_on_device, int sm_count,
                 const std::vector<Cubin>& cubins, const std::vector<RankBuffers>& ranks);
   ~CudaWorkspace();
 
@@ -60,14 +61,18 @@ class CudaWorkspace {
 
   // Why no further call can succeed, or nothing. Reads host memory only.
   std::optional<std::string> Failure() const;
+  // A reset, in which every process of the mesh does the same: from BeginReset to EndReset each call fails at once;
+  // Clear makes the control blocks those of a new workspace, and returns when that is done.
+  void BeginReset() { resetting_ = true; }
+  void Clear();
+  void EndReset();
   // What every rank of this process that waits for long waits for; each wait is told of once.
   std::vector<std::string> SlowWaits();
 
   // One launch a round of the message, on `stream` of device `ordinal`. An error text, or nothing. `asked` is nothing
   // where each round is to take the algorithm that is faster for it; `alone` is Grid's.
   std::optional<std::string> Launch(int ordinal, CUstream stream, std::optional<Algorithm> asked,
-                                    const std::string& format, const void* x, void* out, int64_t bytes,
-                                    double timeout_seconds, bool alone);
+                                    const std::string& format, const void* x, void* out, int64_t bytes, bool alone);
 
   // The workspaces that Python has open, by id.
   static void Open(std::shared_ptr<CudaWorkspace> workspace);
@@ -91,13 +96,15 @@ class CudaWorkspace {
 
   void Prepare(Device& device, const std::vector<Cubin>& cubins);
   void Release(Device& device);
-  std::string Describe(const Device& device, const StatusRecord& status) const;
+  std::string Describe(const Device& device, const StatusRecord& status, double seconds) const;
 
   int64_t id_;
   std::string axes_;
   Layout layout_;
+  double timeout_seconds_;  // DeadlineOf's
   int ranks_on_device_;
   int sm_count_;
+  std::atomic<bool> resetting_{false};
   std::map<int, Device> devices_;
 };
 

@@ -208,8 +208,15 @@ batching.primitive_batchers[all_reduce_p] = _batch
 def _lower_cpu(ctx, x, rank, group, *, axes, tp, workspace, algorithm, typed):
     if _is_identity(ctx, tp):
         return [x]
-    layout = _cpu_layout(axes, tp, workspace)
-    return jax.ffi.ffi_lowering(_ffi.TARGET)(ctx, x, rank, group, **_attributes(axes, layout))
+    return jax.ffi.ffi_lowering(_ffi.TARGET)(
+        ctx,
+        x,
+        rank,
+        group,
+        workspace=np.int64(workspace.id if workspace else -1),
+        timeout=np.float64(_ffi.timeout_attribute(workspace.timeout if workspace else None)),
+        **_attributes(axes, _cpu_layout(axes, tp, workspace)),
+    )
 
 
 def _cpu_layout(axes: tuple[str, ...], tp: int, workspace: workspace.Handle | None) -> protocol.Layout:

@@ -52,6 +52,7 @@ def open_cuda_workspace(
     id: int,
     axes: str,
     layout: protocol.Layout,
+    timeout: float | None,
     ranks_on_device: int,
     sm_count: int,
     cubins: Sequence[tuple[str, str, bytes, str, bool]],
@@ -63,6 +64,7 @@ def open_cuda_workspace(
       id: of the workspace.
       axes: for messages.
       layout: of each rank's buffers.
+      timeout: seconds of its deadline; None: the process's.
       ranks_on_device: ranks that share one GPU.
       sm_count: least number of multiprocessors.
       cubins: (algorithm, format, image, symbol, programmatic launch) of each kernel.
@@ -72,8 +74,22 @@ def open_cuda_workspace(
       RuntimeError: the driver refused; its text.
     """
     return _extension.open_cuda_workspace(
-        id, axes, layout.tp, layout.slot_chunks, layout.generations, ranks_on_device, sm_count, cubins, ranks
+        id,
+        axes,
+        layout.tp,
+        layout.slot_chunks,
+        layout.generations,
+        timeout_attribute(timeout),
+        ranks_on_device,
+        sm_count,
+        cubins,
+        ranks,
     )
+
+
+def timeout_attribute(timeout: float | None) -> float:
+    """How the handlers are told a workspace's own deadline, in seconds: below 0 it has none."""
+    return -1.0 if timeout is None else timeout
 
 
 def close_cuda_workspace(id: int) -> None:

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_twoshot import _ffi, protocol
+from jax_twoshot import _ffi, _settings, protocol
 
 if TYPE_CHECKING:
     from jax_twoshot.symmetric import SymmetricBuffer
@@ -33,11 +33,13 @@ class Handle:
       id: number of the workspace, in the order in which this process made them.
       layout: of each rank's buffers.
       devices: ids of the mesh's devices, in mesh order.
+      timeout: seconds of its own deadline; None: the process's.
     """
 
     id: int
     layout: protocol.Layout
     devices: tuple[int, ...]
+    timeout: float | None = None
 
 
 class Workspace:
@@ -56,10 +58,13 @@ class Workspace:
         buffers on CUDA take about ``4 * rows * width`` elements, more where one-shot can carry much of such a message
         (`protocol.Layout.for_capacity`).
       dtype: BF16 (default), FP16 or FP32. The two 16-bit types may share a workspace.
+      timeout: the deadline of every wait for a peer, in seconds: of calls on this workspace, of making and of
+        resetting it. 0 waits for ever; None (default) is ``JAX_TWOSHOT_TIMEOUT``. The same on every process.
 
     Raises:
       TypeError: ``mesh`` is no mesh, or ``dtype`` is none of the three.
-      ValueError: an axis that the mesh does not have, rows or width below 1.
+      ValueError: an axis that the mesh does not have, rows or width below 1, no number of seconds.
+      SymmetricMemoryError: on CUDA, a process failed to set its part up, or did not come in time.
     """
 
     def __init__(
@@ -70,6 +75,7 @@ class Workspace:
         rows: int,
         width: int,
         dtype: Any = jnp.bfloat16,
+        timeout: float | None = None,
     ):
         if not isinstance(mesh, jax.sharding.Mesh):
             raise TypeError(
@@ -93,6 +99,7 @@ class Workspace:
         self.axis_names = tuple(n for n in mesh.axis_names if n in names)
         self.format = protocol.FORMATS[name]
         self.rows, self.width = int(rows), int(width)
+        self.timeout = None if timeout is None else _settings.seconds_of("Workspace: timeout", timeout)
         tp = math.prod(mesh.shape[n] for n in self.axis_names)
         cuda = tp > 1 and mesh.devices.flat[0].platform == "gpu"
         # One rank has nobody to sum with and needs no buffers; the layout is then never used.
@@ -101,7 +108,7 @@ class Workspace:
             self.rows * self.width * self.format.itemsize,
             one_shot_bytes=protocol.most_one_shot_bytes(tp) if cuda else 0,
         )
-        self.handle = Handle(next(_ids), layout, tuple(device.id for device in mesh.devices.flat))
+        self.handle = Handle(next(_ids), layout, tuple(device.id for device in mesh.devices.flat), self.timeout)
         if cuda and self.rows * self.width > protocol.MAX_ROUND_ELEMENTS:
             raise ValueError(
                 f"Workspace: rows * width must be at most {protocol.MAX_ROUND_ELEMENTS} elements, got {rows} * {width}"
@@ -121,7 +128,8 @@ class Workspace:
     def close(self) -> None:
         """Lets go of the buffers; calling it again does nothing. Dropping the last reference does the same.
 
-        The memory goes back soon after the last compiled program that uses it is gone, at the latest with the process.
+        Waits for no other process, nor for a call in flight. The memory goes back soon after the last compiled program
+        that uses it is gone, at the latest with the process.
         """
         self._closed = True
         _open.pop(self.handle.id, None)
@@ -137,6 +145,24 @@ class Workspace:
         failure = self._cuda.failure() if self._cuda is not None else None
         if failure is not None:
             raise RuntimeError(failure)
+
+    def reset(self) -> None:
+        """Makes the workspace usable again after a call has failed; compiled programs go on working.
+
+        Collective: every process of the mesh calls it, also one that saw no failure, after its calls have ended
+        (``jax.block_until_ready``), and makes no call before it returns. It waits for its own GPUs and up to three
+        deadlines for the other processes. If it raises, every call does until a later reset succeeds.
+
+        On CPU there is nothing to do: buffers belong to a call, and what follows a failed one finds new ones.
+
+        Raises:
+          ValueError: the workspace is closed.
+          SymmetricMemoryError: a process failed, or did not come in time.
+        """
+        if self._closed:
+            raise ValueError(f"Workspace.reset: it is closed ({self}); make a new one")
+        if self._cuda is not None:
+            self._cuda.reset()
 
     def __enter__(self) -> Workspace:
         return self
@@ -189,6 +215,7 @@ class _CudaBuffers:
         self.id = workspace.handle.id
         self._format = workspace.format
         self._layout = workspace.handle.layout
+        self._timeout = workspace.timeout
         self.native: Any = None
         self._axes = axes_text(workspace.axis_names)
         _free_unused()
@@ -197,6 +224,8 @@ class _CudaBuffers:
             self._layout.bytes,
             self._format.sentinel,
             prepare=self._open,
+            owner=f"workspace {self.id} over {self._axes}",
+            timeout=self._timeout,
         )
         shared = len(self.buffers) > 1 or self.buffers[0].ranks_on_device > 1
         if shared and os.environ.get("CUDA_MODULE_LOADING") != "EAGER":
@@ -214,17 +243,19 @@ class _CudaBuffers:
         by_ordinal = {device.local_hardware_id: device for device in jax.local_devices()}
         (arch,) = {cubin.arch_for(_capability(by_ordinal[b.device])) for b in buffers}
         multicast = all(b.multicast is not None for b in buffers)
-        found = [
-            cubin.find(cubin.Variant(self._layout.tp, f.name, multicast, arch, algorithm))
+        variants = [
+            cubin.Variant(self._layout.tp, f.name, multicast, arch, algorithm)
             for algorithm in protocol.ALGORITHMS
             for f in protocol.FORMATS.values()
             if f.sentinel == self._format.sentinel
         ]
+        found = cubin.find_all(variants, share=jax.process_index())
         protocol.grid(1, buffers[0].ranks_on_device, buffers[0].sm_count)  # R5: refuse what cannot be resident
         self.native = _ffi.open_cuda_workspace(
             self.id,
             self._axes,
             self._layout,
+            self._timeout,
             buffers[0].ranks_on_device,
             buffers[0].sm_count,
             [(c.variant.algorithm, c.variant.format, c.image, c.symbol, c.variant.pdl) for c in found],
@@ -238,6 +269,13 @@ class _CudaBuffers:
     def slow_waits(self) -> list[str]:
         """What ranks of this process have been waiting for long for, each wait once."""
         return self.native.slow_waits() if self.native is not None else []
+
+    def reset(self) -> None:
+        from jax_twoshot import symmetric
+
+        self.native.begin_reset()
+        symmetric.rearm(self.buffers, self._format.sentinel, self.native.clear)
+        self.native.end_reset()
 
     def close(self) -> None:
         """Gives the memory back, now or soon after no compiled program holds it any more."""

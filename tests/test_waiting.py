@@ -177,6 +177,32 @@ check()
         warnings = [line for line in done.stderr.splitlines() if "jax_twoshot" in line and "warning" in line]
         assert warnings and all("rank 3" in line for line in warnings), done.stderr
 
+    def test_of_a_workspace(self) -> None:
+        """A call's own deadline, and all that a message about it says."""
+        run_ok(
+            FAILS
+            + r"""
+import re
+def with_deadline(seconds):
+    workspace = jax_twoshot.Workspace(mesh, "tp", rows=8, width=360, dtype=np.float32, timeout=seconds)
+    return workspace, sharded(lambda x: lax.cond(lax.axis_index("tp") % 4 != 1, call, lambda x: x, x))
+
+def call(x):
+    return jax_twoshot.all_reduce(x, "tp", workspace=workspace)
+
+check()
+workspace, program = with_deadline(0.5)
+text = failure(program, x)
+assert re.search(
+    r"jax_twoshot.all_reduce over axis 'tp': rank [0234678] of 8 waits for ranks 1, 5 \(for 0.5\d* s; phase reduce, "
+    rf"generation 0, chunk \d+, call 2 of this process on workspace {workspace.handle.id}, group 0\); the deadline "
+    r"Workspace\(timeout=...\) of 0.5 s has passed. Every rank of the axes has to make the same calls", text), text
+workspace.reset()  # on CPU nothing is lost
+y = sharded(call)(x)
+np.testing.assert_array_equal(y, np.full(x.shape, 28, np.float32))
+""",
+        )
+
     @pytest.mark.parametrize("value", ["soon", "-1", ""])
     def test_setting_that_is_no_number(self, value: str) -> None:
         done = run_script("check()", {"JAX_TWOSHOT_TIMEOUT": value})
