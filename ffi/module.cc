@@ -87,6 +87,7 @@ void PlantFault(const std::string& kind, int rank, const std::string& phase, dou
 NB_MODULE(_extension, module) {
   // A workspace may live as long as the process: that is no leak to report on a user's terminal.
   nb::set_leak_warnings(false);
+  module.attr("built_with_jaxlib") = JAX_TWOSHOT_JAXLIB_VERSION;
   module.def("protocol_constants", &ProtocolConstants);
   module.def("layout_offsets",
              [](int tp, int64_t slot_chunks, int generations, int generation, int slot, int64_t chunk) {

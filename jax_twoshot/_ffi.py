@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jaxlib
 
-from jax_twoshot import _settings, protocol
+from jax_twoshot import _compat, _settings, protocol
 
 try:
     from jax_twoshot import _extension
@@ -129,6 +130,7 @@ def _register() -> None:
     jax.ffi.register_ffi_target(CUTE_TARGET, _extension.cute_handlers(), platform="CUDA")
 
 
+_compat.check_jaxlib(jaxlib.__version__, _extension.built_with_jaxlib)
 _check_mirror()
 _register()
 _extension.set_timeout(_settings.timeout_seconds())
