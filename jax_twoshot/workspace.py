@@ -65,6 +65,7 @@ class Workspace:
       TypeError: ``mesh`` is no mesh, or ``dtype`` is none of the three.
       ValueError: an axis that the mesh does not have, rows or width below 1, no number of seconds.
       SymmetricMemoryError: on CUDA, a process failed to set its part up, or did not come in time.
+      RuntimeError: this process was forked from one that has used the library.
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class Workspace:
         dtype: Any = jnp.bfloat16,
         timeout: float | None = None,
     ):
+        _ffi.enter_process()
         if not isinstance(mesh, jax.sharding.Mesh):
             raise TypeError(
                 f"Workspace: mesh must be a jax.sharding.Mesh (it says which devices), got {type(mesh).__name__}; "
