@@ -8,6 +8,7 @@
 #include <thread>
 #include <utility>
 
+#include "interrupts.h"
 #include "shared_words.h"
 #include "timeout.h"
 
@@ -18,6 +19,9 @@ namespace {
 // flag, so within a phase nothing needs order; between "I have read it" and "you may overwrite it" this does (R2).
 // Free on x86.
 void OrderPhases() { std::atomic_thread_fence(std::memory_order_acq_rel); }
+
+// A wait that is shorter ends well as a rule: Ctrl-C is not for it.
+constexpr double kSecondsBeforeInterrupt = 0.5;
 
 // R2: only the reader re-arms, exactly what it has read.
 void Rearm(std::byte* slot, int64_t chunks, uint32_t sentinel) { FillShared(slot, sentinel, chunks * kChunkBytes); }
@@ -140,7 +144,7 @@ bool Call::Goes(const Fault& fault, Phase phase) {
   while (!mailbox_.abandoned.load(std::memory_order_acquire) && seconds() < 2 * policy_.timeout_seconds) {
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
-  policy_.on_failure({phase, generation_, 0, uint64_t{1} << rank_, seconds(), mailbox_.abandoned});
+  policy_.on_failure({phase, generation_, 0, uint64_t{1} << rank_, seconds(), mailbox_.abandoned, false});
   return false;
 }
 
@@ -171,16 +175,19 @@ Progress Call::Blocked(int64_t chunk, int64_t chunks) {
   if (!blocked_) {
     blocked_ = true;
     blocked_since_ = Clock::now();
+    blocked_at_interrupt_ = interrupts.load(std::memory_order_relaxed);
   }
   const double seconds = std::chrono::duration<double>(Clock::now() - blocked_since_).count();
   const double timeout = policy_.timeout_seconds;
   const bool abandoned = mailbox_.abandoned.load(std::memory_order_acquire);
   const bool late = timeout > 0 && seconds > timeout * (phase_ == Phase::kCollect ? kCollectPatience : 1);
   const bool slow = timeout > 0 && seconds > timeout / 10 && !warned_;
-  if (abandoned || late || slow) {
+  const bool interrupted = seconds > kSecondsBeforeInterrupt && interrupts != blocked_at_interrupt_;
+  if (abandoned || late || slow || interrupted) {
     const int64_t first_chunk = round_ / kChunkBytes;
-    const Wait wait{phase_, generation_, first_chunk + chunk, MissingRanks(chunk, chunks), seconds, abandoned};
-    if (abandoned || late) {
+    const Wait wait{phase_,  generation_, first_chunk + chunk, MissingRanks(chunk, chunks),
+                    seconds, abandoned,   interrupted};
+    if (abandoned || late || interrupted) {
       policy_.on_failure(wait);
       return Progress::kFailed;
     }

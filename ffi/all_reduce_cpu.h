@@ -64,6 +64,7 @@ struct Wait {
   uint64_t missing;  // bit r: rank r is waited for
   double seconds;    // waited so far
   bool abandoned;    // ended because another rank gave up first
+  bool interrupted;  // ended by Ctrl-C
 };
 
 struct WaitPolicy {
@@ -124,6 +125,7 @@ class Call {
 
   double patience_seconds_ = 0;
   Clock::time_point blocked_since_;  // the wait for the present block, over all calls of Advance
+  uint64_t blocked_at_interrupt_ = 0;
   bool blocked_ = false;
   bool warned_ = false;
 };

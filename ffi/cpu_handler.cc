@@ -92,8 +92,9 @@ class PendingCall {
               std::fprintf(stderr, "jax_twoshot: warning: %s\n", Describe(caller_, *mailbox_, wait).c_str());
             },
             [this, deadline](const Wait& wait) {
-              failure_ = MailboxRegistry::Get().Abandon(
-                  meeting_, Describe(caller_, *mailbox_, wait) + "; " + DeadlineAdvice(deadline) + kStarvation);
+              const std::string cause =
+                  wait.interrupted ? "interrupted by Ctrl-C (SIGINT)" : DeadlineAdvice(deadline) + kStarvation;
+              failure_ = MailboxRegistry::Get().Abandon(meeting_, Describe(caller_, *mailbox_, wait) + "; " + cause);
               if (wait.abandoned) failure_ = "a peer gave up first: " + failure_;
             }};
   }

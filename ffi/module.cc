@@ -16,6 +16,7 @@
 #include "cpu_handler.h"
 #include "cute_call.h"
 #include "faults.h"
+#include "interrupts.h"
 #include "protocol.h"
 #include "timeout.h"
 
@@ -96,6 +97,7 @@ NB_MODULE(_extension, module) {
                                 layout.gather_offset(generation, slot * slot_chunks + chunk));
              });
   module.def("set_timeout", [](double seconds) { jax_twoshot::timeout_seconds = seconds; });
+  module.def("count_interrupts", &jax_twoshot::CountInterrupts);
   // For tests/test_faults.py alone.
   module.def("plant_fault", &PlantFault, nb::arg("kind"), nb::arg("rank") = 0, nb::arg("phase") = "push",
              nb::arg("seconds") = 0.0, nb::arg("owner") = 0);

@@ -50,7 +50,9 @@ def all_reduce(
       NameError: ``axis_name`` is not an axis here: no such axis, or outside ``shard_map``.
       ValueError: the axis is not manual, the workspace is closed or does not fit, or there is no such algorithm.
       NotImplementedError: another axis of the mesh is Auto, or the platform is neither CPU nor CUDA.
+      RuntimeError: this process was forked from one that has used the library.
     """
+    _ffi.enter_process()
     axes = _manual_axes(axis_name)
     choices = ("auto", *protocol.ALGORITHMS)
     if algorithm not in choices:
@@ -226,6 +228,7 @@ def _cpu_layout(axes: tuple[str, ...], tp: int, workspace: workspace.Handle | No
             f"has {jax.process_count()} processes; run it in one process with as many devices "
             "(jax.config.update('jax_num_cpu_devices', n)), or use jax.lax.psum"
         )
+    _ffi.let_ctrl_c_end_waits()
     layout = protocol.Layout.for_capacity(tp, protocol.CPU_CAPACITY_BYTES)
     if workspace and workspace.layout.slot_chunks < layout.slot_chunks:
         return workspace.layout

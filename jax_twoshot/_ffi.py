@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import signal
 from collections.abc import Sequence
 from typing import Any
 
@@ -87,6 +89,31 @@ def open_cuda_workspace(
         cubins,
         ranks,
     )
+
+
+def enter_process() -> None:
+    """Remembers the process that first uses the library.
+
+    Raises:
+      RuntimeError: this is a fork of it. (A program compiled before the fork never gets here, and hangs in JAX.)
+    """
+    global _process
+    _process = _process or os.getpid()
+    if os.getpid() != _process:
+        raise RuntimeError(
+            "jax_twoshot: this process was forked from one that has used it, and the threads of JAX and the memory of "
+            "a GPU do not come along: start processes with multiprocessing's 'spawn' or 'forkserver', or fork first"
+        )
+
+
+_process: int | None = None
+
+
+def let_ctrl_c_end_waits() -> None:
+    """Calls that wait on CPU end on Ctrl-C from now on, unless the program has a SIGINT handler of its own: it may mean
+    to end the step first."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        _extension.count_interrupts()
 
 
 def timeout_attribute(timeout: float | None) -> float:

@@ -11,6 +11,9 @@ first and what it was built from, so half an entry is never taken for a whole on
 4. the compiler, if it is installed; the result goes into the cache.
 
 In 1 and 2 a cubin that is damaged, or compiled from other kernel sources, is an error; in 3 it is a miss.
+The cache has to be the user's own: what another user owns or can write to is code of theirs, and an error. 1 and 2 are
+as trustworthy as whoever set the variable and installed the package. The driver sees no bytes but those that the
+metadata's SHA-256 is of, and that are an ELF file for NVIDIA GPUs.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import hashlib
 import importlib.util
 import json
 import os
+import stat
 import struct
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -45,6 +49,8 @@ TP = (2, 3, 4, 5, 6, 7, 8, 16)
 ARCHS = ("sm_80", "sm_89", "sm_90a", "sm_100a", "sm_103a", "sm_120a")
 """Targets. Those before sm_90a have neither programmatic launch nor multicast."""
 
+_ELF_MACHINE = slice(18, 20)
+_EM_CUDA = b"\xbe\x00"
 _NV_INFO = 0x7000_0000
 """Type of the ELF section in which a cubin describes itself."""
 _REGCOUNT = 0x2F
@@ -316,6 +322,7 @@ def find(variant: Entry) -> Cubin:
         if _exists(folder, variant):
             return _read_given(folder, variant)
     for folder in _cache_folders(variant):
+        _require_own(folder, *_paths(folder, variant))
         try:
             return _read(folder, variant)
         except CubinError:
@@ -424,7 +431,8 @@ def compile_variant(variant: Entry) -> Cubin:
 
 def _compile_into_cache(variant: Entry) -> Cubin:
     folder = _settings.cache_dir() / "cubins" / f"{variant.sources[:16]}-{compiler_version()}"
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _require_own(folder)
     with filelock.FileLock(folder / f"{variant.name}.lock"):
         try:
             return _read(folder, variant)  # Another process was faster.
@@ -497,6 +505,21 @@ def _paths(folder: Path, variant: Entry) -> tuple[Path, Path]:
     return folder / f"{variant.name}.cubin", folder / f"{variant.name}.json"
 
 
+def _require_own(*paths: Path) -> None:
+    """Refuses a folder or file of the cache that another user owns or may write to; what does not exist is fine."""
+    for path in paths:
+        try:
+            status = path.stat()
+        except FileNotFoundError:
+            continue
+        if status.st_uid != os.geteuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise CubinError(
+                f"{path}: the cache holds code that runs on the GPU, and another user may write to this (owner "
+                f"{status.st_uid}, mode {stat.filemode(status.st_mode)}).\n"
+                "Remove it, or chmod go-w, or set JAX_TWOSHOT_CACHE_DIR to a folder of your own."
+            )
+
+
 def _write(folder: Path, cubin: Cubin) -> None:
     """Image first, metadata last, each put in its place in one step."""
     record = {
@@ -510,6 +533,7 @@ def _write(folder: Path, cubin: Cubin) -> None:
     image_path, record_path = _paths(folder, cubin.variant)
     for path, data in ((image_path, cubin.image), (record_path, json.dumps(record, indent=1).encode())):
         partial = path.with_suffix(f"{path.suffix}.{os.getpid()}")
+        partial.touch(mode=0o644)  # whatever the umask: `_require_own` looks
         partial.write_bytes(data)
         partial.replace(path)
 
@@ -526,6 +550,8 @@ def _read(folder: Path, variant: Entry) -> Cubin:
         ) from error
     if hashlib.sha256(cubin.image).hexdigest() != expected or identity != _identity(variant):
         raise CubinError(f"{image_path}: damaged, not what {record_path.name} says. Compile it again.")
+    if cubin.image[:4] != b"\x7fELF" or cubin.image[_ELF_MACHINE] != _EM_CUDA:
+        raise CubinError(f"{image_path}: not a cubin. Compile it again.")
     return cubin
 
 

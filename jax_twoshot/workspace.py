@@ -136,6 +136,7 @@ class Workspace:
       ValueError: an axis that the mesh does not have, rows or width below 1, other generations than 2 and 3, a
         stand-in on several devices, or no number of seconds.
       SymmetricMemoryError: on CUDA, a process failed to set its part up, or did not come in time.
+      RuntimeError: this process was forked from one that has used the library.
     """
 
     def __init__(
@@ -151,6 +152,7 @@ class Workspace:
         tp: int | None = None,
         timeout: float | None = None,
     ):
+        _ffi.enter_process()
         if not isinstance(mesh, jax.sharding.Mesh):
             raise TypeError(
                 f"Workspace: mesh must be a jax.sharding.Mesh (it says which devices), got {type(mesh).__name__}; "
