@@ -349,7 +349,7 @@ class TestManyAtOnce:
             for i, f in enumerate(fs):
                 jax.block_until_ready(f(x))
             texts, rights = [], 0
-            for attempt in range(3):
+            for attempt in range(2):
                 runs = [(i % 4, fs[i % 4](x)) for i in range(40)]
                 for i, y in runs:
                     try:
@@ -357,13 +357,13 @@ class TestManyAtOnce:
                         rights += 1
                     except JaxRuntimeError as error:
                         texts.append(str(error))
-            assert rights + len(texts) == 120
+            assert rights + len(texts) == 80
             for text in texts:
                 assert "jax_twoshot.all_reduce" in text and "JAX_TWOSHOT_TIMEOUT" in text, text
                 assert "runs" in text and "block_until_ready" in text, text
             check()
             """,
-            SHORT,
+            {"JAX_TWOSHOT_TIMEOUT": "1"},
             timeout=180,
         )
 
