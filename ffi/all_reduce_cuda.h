@@ -3,9 +3,11 @@
 #ifndef JAX_TWOSHOT_ALL_REDUCE_CUDA_H_
 #define JAX_TWOSHOT_ALL_REDUCE_CUDA_H_
 
+#include <atomic>
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <utility>
@@ -46,12 +48,30 @@ struct StatusRecord {
   uint32_t unused;
 };
 
+// A compiled kernel that is no all-reduce, and what it takes of an SM.
+struct KernelImage {
+  std::string code;
+  std::string symbol;
+  int threads;
+  int ctas_per_sm;  // that it was compiled for
+  int shared_memory;
+  bool pdl;
+};
+
+// A kernel on one device.
+struct Kernel {
+  CUlibrary library = nullptr;
+  CUfunction function = nullptr;
+  bool pdl = false;
+};
+using KernelOnDevices = std::map<int, Kernel>;  // by ordinal
+
 // Everything of a workspace that is not symmetric memory: kernels, and each local device's small buffers. It lives as
 // long as the Python Workspace or a compiled program needs it.
 class CudaWorkspace {
  public:
   // Loads the kernels and allocates; throws std::runtime_error with the driver's text, nothing then left allocated.
-  CudaWorkspace(int64_t id, std::string axes, Layout layout, int ranks_on_device, int sm_count,
+  CudaWorkspace(int64_t id, std::string axes, Layout layout, double timeout_seconds, int ranks_on_device, int sm_count,
                 const std::vector<Cubin>& cubins, const std::vector<RankBuffers>& ranks);
   ~CudaWorkspace();
 
@@ -60,14 +80,28 @@ class CudaWorkspace {
 
   // Why no further call can succeed, or nothing. Reads host memory only.
   std::optional<std::string> Failure() const;
+  // A reset, in which every process of the mesh does the same: from BeginReset to EndReset each call fails at once;
+  // Clear makes the control blocks those of a new workspace, and returns when that is done.
+  void BeginReset() { resetting_ = true; }
+  void Clear();
+  void EndReset();
   // What every rank of this process that waits for long waits for; each wait is told of once.
   std::vector<std::string> SlowWaits();
 
   // One launch a round of the message, on `stream` of device `ordinal`. An error text, or nothing. `asked` is nothing
   // where each round is to take the algorithm that is faster for it; `alone` is Grid's.
   std::optional<std::string> Launch(int ordinal, CUstream stream, std::optional<Algorithm> asked,
-                                    const std::string& format, const void* x, void* out, int64_t bytes,
-                                    double timeout_seconds, bool alone);
+                                    const std::string& format, const void* x, void* out, int64_t bytes, bool alone);
+
+  // Brings another kernel onto every local device, or finds that it is there; it stays as long as the workspace. Throws
+  // std::runtime_error with the driver's text, or if fewer than `ctas_per_sm` CTAs fit an SM.
+  const KernelOnDevices& Load(const KernelImage& image);
+  // Most CTAs of a kernel that are sure to be resident together (R5).
+  int64_t MostCtas(int ctas_per_sm) const { return jax_twoshot::MostCtas(ranks_on_device_, sm_count_, ctas_per_sm); }
+  // Launches it; its parameters are `first`, one pointer each, and what every kernel of a workspace gets. An error
+  // text, or nothing.
+  std::optional<std::string> Launch(int ordinal, CUstream stream, const KernelOnDevices& kernel, int64_t grid,
+                                    int threads, int shared_memory, std::vector<void*> first);
 
   // The workspaces that Python has open, by id.
   static void Open(std::shared_ptr<CudaWorkspace> workspace);
@@ -77,11 +111,6 @@ class CudaWorkspace {
   static bool InUse(int64_t id);
 
  private:
-  struct Kernel {
-    CUlibrary library = nullptr;
-    CUfunction function = nullptr;
-    bool pdl = false;
-  };
   struct Device {
     RankBuffers buffers;
     CUdeviceptr control = 0;
@@ -91,14 +120,21 @@ class CudaWorkspace {
 
   void Prepare(Device& device, const std::vector<Cubin>& cubins);
   void Release(Device& device);
-  std::string Describe(const Device& device, const StatusRecord& status) const;
+  // One launch on `device`: `parameters` and, after them, those that every kernel of a workspace gets.
+  CUresult Launch(Device& device, CUstream stream, const Kernel& kernel, int64_t grid, int threads, int shared_memory,
+                  std::vector<void*> parameters) const;
+  std::string Describe(const Device& device, const StatusRecord& status, double seconds) const;
 
   int64_t id_;
   std::string axes_;
   Layout layout_;
+  double timeout_seconds_;  // DeadlineOf's
   int ranks_on_device_;
   int sm_count_;
+  std::atomic<bool> resetting_{false};
   std::map<int, Device> devices_;
+  std::mutex loading_;
+  std::map<std::pair<std::string, int>, KernelOnDevices> loaded_;  // by code and shared memory
 };
 
 // A custom call of one executable: what keeps its workspace alive.
@@ -107,8 +143,13 @@ struct LaunchSite {
   std::shared_ptr<CudaWorkspace> workspace;
 };
 
-// How often XLA has called the handler in this process: a launch replayed from a command buffer does not count.
+// The open workspace that a program was compiled for, or an error that begins with `what`.
+xla::ffi::ErrorOr<std::shared_ptr<CudaWorkspace>> OpenWorkspace(const std::string& what, int64_t id, int64_t tp,
+                                                                int64_t slot_chunks);
+
+// How often XLA has called a CUDA handler in this process: a launch replayed from a command buffer does not count.
 int64_t CudaHandlerCalls();
+void CountCudaHandlerCall();
 
 XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxTwoshotCudaInstantiate);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxTwoshotCudaExecute);

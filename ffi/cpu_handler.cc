@@ -45,14 +45,17 @@ struct Caller {
   int tp;
   int32_t group;
   int64_t run;
+  int64_t workspace;  // -1: none
 };
 
-std::string Describe(const Caller& caller, const Wait& wait) {
+std::string Describe(const Caller& caller, const Mailbox& mailbox, const Wait& wait) {
+  std::ostringstream call;
+  call << "call " << mailbox.meeting << " of this process";
+  if (caller.workspace >= 0) call << " on workspace " << caller.workspace;
+  call << ", group " << caller.group;
   std::ostringstream text;
-  text.precision(3);
   text << DescribeWait({caller.axes, caller.rank, caller.tp, wait.missing, wait.phase == Phase::kReduce,
-                        static_cast<uint64_t>(wait.generation), wait.chunk})
-       << ", group " << caller.group << ", for " << wait.seconds << " s so far";
+                        static_cast<uint64_t>(wait.generation), wait.chunk, wait.seconds, call.str()});
   const int others = MailboxRegistry::Get().OtherRuns(caller.run);
   if (others > 0) text << ", while " << others << " other run" << (others > 1 ? "s wait" : " waits") << " too";
   return text.str();
@@ -62,7 +65,8 @@ constexpr char kStarvation[] =
     ". Many runs in flight can also starve each other: XLA:CPU holds one thread a device for the whole of a run; call "
     "jax.block_until_ready on one result before starting the next run";
 
-ffi::ErrorOr<std::unique_ptr<CallSite>> Instantiate(int64_t, int64_t, std::string_view, std::string_view) {
+ffi::ErrorOr<std::unique_ptr<CallSite>> Instantiate(int64_t, int64_t, int64_t, double, std::string_view,
+                                                    std::string_view) {
   static std::atomic<int64_t> next{0};
   return std::make_unique<CallSite>(CallSite{next.fetch_add(1)});
 }
@@ -71,26 +75,26 @@ ffi::ErrorOr<std::unique_ptr<CallSite>> Instantiate(int64_t, int64_t, std::strin
 class PendingCall {
  public:
   PendingCall(const Meeting& meeting, Caller caller, std::shared_ptr<Mailbox> mailbox, const Arithmetic& arithmetic,
-              const void* x, void* out, int64_t bytes)
+              const void* x, void* out, int64_t bytes, const Deadline& deadline)
       : meeting_(meeting),
         caller_(std::move(caller)),
         mailbox_(std::move(mailbox)),
-        call_(*mailbox_, caller_.rank, arithmetic, x, out, bytes, Policy()) {}
+        call_(*mailbox_, caller_.rank, arithmetic, x, out, bytes, Policy(deadline)) {}
   ~PendingCall() { MailboxRegistry::Get().Leave(meeting_); }
 
   Progress Advance(double patience_seconds) { return call_.Advance(patience_seconds); }
   ffi::Error Failure() const { return ffi::Error(ffi::ErrorCode::kDeadlineExceeded, failure_); }
 
  private:
-  WaitPolicy Policy() {
-    const double timeout = timeout_seconds.load(std::memory_order_relaxed);
-    return {timeout,
+  WaitPolicy Policy(const Deadline& deadline) {
+    return {deadline.seconds,
             [this](const Wait& wait) {
-              std::fprintf(stderr, "jax_twoshot: warning: %s\n", Describe(caller_, wait).c_str());
+              std::fprintf(stderr, "jax_twoshot: warning: %s\n", Describe(caller_, *mailbox_, wait).c_str());
             },
-            [this, timeout](const Wait& wait) {
-              failure_ = MailboxRegistry::Get().Abandon(
-                  meeting_, Describe(caller_, wait) + "; " + DeadlineAdvice(timeout) + kStarvation);
+            [this, deadline](const Wait& wait) {
+              const std::string cause =
+                  wait.interrupted ? "interrupted by Ctrl-C (SIGINT)" : DeadlineAdvice(deadline) + kStarvation;
+              failure_ = MailboxRegistry::Get().Abandon(meeting_, Describe(caller_, *mailbox_, wait) + "; " + cause);
               if (wait.abandoned) failure_ = "a peer gave up first: " + failure_;
             }};
   }
@@ -120,7 +124,7 @@ constexpr double kPatienceSeconds = 1e-3;
 
 ffi::Future Execute(ffi::RunId run, CallSite* call_site, ffi::AnyBuffer x, ffi::BufferR0<ffi::S32> rank_buffer,
                     ffi::BufferR0<ffi::S32> group_buffer, ffi::Result<ffi::AnyBuffer> out, int64_t tp,
-                    int64_t slot_chunks, std::string_view axes, std::string_view) {
+                    int64_t slot_chunks, int64_t workspace, double timeout, std::string_view axes, std::string_view) {
   ffi::Promise promise;
   const Arithmetic* arithmetic = ArithmeticOf(x.element_type());
   const int rank = *rank_buffer.typed_data();
@@ -138,9 +142,9 @@ ffi::Future Execute(ffi::RunId run, CallSite* call_site, ffi::AnyBuffer x, ffi::
     promise.SetError(ffi::Error(ffi::ErrorCode::kAborted, "a peer gave up before this rank came: " + failure));
     return ffi::Future(promise);
   }
-  auto call = std::make_shared<PendingCall>(meeting, Caller{std::string(axes), rank, layout.tp, group, run.run_id},
-                                            std::move(mailbox), *arithmetic, x.untyped_data(), out->untyped_data(),
-                                            static_cast<int64_t>(x.size_bytes()));
+  auto call = std::make_shared<PendingCall>(
+      meeting, Caller{std::string(axes), rank, layout.tp, group, run.run_id, workspace}, std::move(mailbox),
+      *arithmetic, x.untyped_data(), out->untyped_data(), static_cast<int64_t>(x.size_bytes()), DeadlineOf(timeout));
   const Progress progress = call->Advance(kPatienceSeconds);
   if (progress != Progress::kBlocked) {
     Finish(std::move(call), progress, promise);
@@ -159,6 +163,8 @@ JAX_TWOSHOT_DEFINE_STATEFUL_HANDLER(JaxTwoshotCpuInstantiate, CallSite, "jax_two
                                     ffi::Ffi::BindInstantiate()
                                         .Attr<int64_t>("tp")
                                         .Attr<int64_t>("slot_chunks")
+                                        .Attr<int64_t>("workspace")
+                                        .Attr<double>("timeout")
                                         .Attr<std::string_view>("axes")
                                         .Attr<std::string_view>("version"));
 
@@ -172,6 +178,8 @@ JAX_TWOSHOT_DEFINE_STATEFUL_HANDLER(JaxTwoshotCpuExecute, CallSite, "jax_twoshot
                                         .Ret<ffi::AnyBuffer>()
                                         .Attr<int64_t>("tp")
                                         .Attr<int64_t>("slot_chunks")
+                                        .Attr<int64_t>("workspace")
+                                        .Attr<double>("timeout")
                                         .Attr<std::string_view>("axes")
                                         .Attr<std::string_view>("version"));
 

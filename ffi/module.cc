@@ -8,10 +8,15 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <map>
 #include <stdexcept>
+#include <string>
 
 #include "all_reduce_cuda.h"
 #include "cpu_handler.h"
+#include "cute_call.h"
+#include "faults.h"
+#include "interrupts.h"
 #include "protocol.h"
 #include "timeout.h"
 
@@ -63,11 +68,27 @@ nb::dict Stages(XLA_FFI_Handler* instantiate, XLA_FFI_Handler* execute) {
   return stages;
 }
 
+// Kind by name; "none" takes the fault back.
+void PlantFault(const std::string& kind, int rank, const std::string& phase, double seconds, int owner) {
+  using Kind = jax_twoshot::Fault::Kind;
+  static const std::map<std::string, Kind> kinds{{"delay", Kind::kDelay},
+                                                 {"stop", Kind::kStop},
+                                                 {"drop", Kind::kDrop},
+                                                 {"tear", Kind::kTear},
+                                                 {"flip", Kind::kFlip}};
+  static const std::map<std::string, jax_twoshot::Phase> phases{{"push", jax_twoshot::Phase::kPush},
+                                                                {"reduce", jax_twoshot::Phase::kReduce},
+                                                                {"collect", jax_twoshot::Phase::kCollect}};
+  jax_twoshot::planted_fault =
+      kind == "none" ? nullptr : new jax_twoshot::Fault{kinds.at(kind), rank, phases.at(phase), seconds, owner};
+}
+
 }  // namespace
 
 NB_MODULE(_extension, module) {
   // A workspace may live as long as the process: that is no leak to report on a user's terminal.
   nb::set_leak_warnings(false);
+  module.attr("built_with_jaxlib") = JAX_TWOSHOT_JAXLIB_VERSION;
   module.def("protocol_constants", &ProtocolConstants);
   module.def("layout_offsets",
              [](int tp, int64_t slot_chunks, int generations, int generation, int slot, int64_t chunk) {
@@ -76,6 +97,10 @@ NB_MODULE(_extension, module) {
                                 layout.gather_offset(generation, slot * slot_chunks + chunk));
              });
   module.def("set_timeout", [](double seconds) { jax_twoshot::timeout_seconds = seconds; });
+  module.def("count_interrupts", &jax_twoshot::CountInterrupts);
+  // For tests/test_faults.py alone.
+  module.def("plant_fault", &PlantFault, nb::arg("kind"), nb::arg("rank") = 0, nb::arg("phase") = "push",
+             nb::arg("seconds") = 0.0, nb::arg("owner") = 0);
   module.def("launch_grid", &jax_twoshot::Grid);
   module.def("next_round", [](int tp, int64_t slot_chunks, int64_t left, const std::string& asked, int ranks_on_device,
                               bool multicast) {
@@ -88,20 +113,24 @@ NB_MODULE(_extension, module) {
              [] { return Stages(jax_twoshot::JaxTwoshotCpuInstantiate, jax_twoshot::JaxTwoshotCpuExecute); });
   module.def("cuda_handlers",
              [] { return Stages(jax_twoshot::JaxTwoshotCudaInstantiate, jax_twoshot::JaxTwoshotCudaExecute); });
+  module.def("cute_handlers",
+             [] { return Stages(jax_twoshot::JaxTwoshotCuteInstantiate, jax_twoshot::JaxTwoshotCuteExecute); });
 
   // Open, looked at and closed by jax_twoshot/workspace.py.
   nb::class_<jax_twoshot::CudaWorkspace>(module, "CudaWorkspace")
       .def("failure", &jax_twoshot::CudaWorkspace::Failure)
       .def("slow_waits", &jax_twoshot::CudaWorkspace::SlowWaits)
+      .def("begin_reset", &jax_twoshot::CudaWorkspace::BeginReset)
+      .def("clear", &jax_twoshot::CudaWorkspace::Clear)
+      .def("end_reset", &jax_twoshot::CudaWorkspace::EndReset)
       // For bench.py: the kernels alone, on a stream of the caller's own.
       .def(
           "launch",
           [](jax_twoshot::CudaWorkspace& workspace, int ordinal, uint64_t stream, const std::string& format, uint64_t x,
              uint64_t out, int64_t bytes, const std::string& algorithm, bool alone) {
-            const auto error =
-                workspace.Launch(ordinal, reinterpret_cast<jax_twoshot::CUstream>(stream),
-                                 jax_twoshot::AlgorithmNamed(algorithm), format, reinterpret_cast<const void*>(x),
-                                 reinterpret_cast<void*>(out), bytes, jax_twoshot::timeout_seconds, alone);
+            const auto error = workspace.Launch(
+                ordinal, reinterpret_cast<jax_twoshot::CUstream>(stream), jax_twoshot::AlgorithmNamed(algorithm),
+                format, reinterpret_cast<const void*>(x), reinterpret_cast<void*>(out), bytes, alone);
             if (error) throw std::runtime_error(*error);
           },
           nb::arg("ordinal"), nb::arg("stream"), nb::arg("format"), nb::arg("x"), nb::arg("out"), nb::arg("bytes"),
@@ -109,8 +138,8 @@ NB_MODULE(_extension, module) {
   using Cubin = std::tuple<std::string, std::string, nb::bytes, std::string, bool>;
   using Rank = std::tuple<int, int, uint64_t, uint64_t, std::vector<uint64_t>>;
   module.def("open_cuda_workspace",
-             [](int64_t id, std::string axes, int tp, int64_t slot_chunks, int generations, int ranks_on_device,
-                int sm_count, const std::vector<Cubin>& cubins, const std::vector<Rank>& ranks) {
+             [](int64_t id, std::string axes, int tp, int64_t slot_chunks, int generations, double timeout,
+                int ranks_on_device, int sm_count, const std::vector<Cubin>& cubins, const std::vector<Rank>& ranks) {
                std::vector<jax_twoshot::Cubin> code;
                for (const auto& [algorithm, format, bytes, symbol, pdl] : cubins) {
                  code.push_back({jax_twoshot::AlgorithmNamed(algorithm).value(), format,
@@ -121,7 +150,7 @@ NB_MODULE(_extension, module) {
                  buffers.push_back({ordinal, rank, address, multicast, peers});
                }
                const jax_twoshot::Layout layout{tp, slot_chunks, generations};
-               auto workspace = std::make_shared<jax_twoshot::CudaWorkspace>(id, std::move(axes), layout,
+               auto workspace = std::make_shared<jax_twoshot::CudaWorkspace>(id, std::move(axes), layout, timeout,
                                                                              ranks_on_device, sm_count, code, buffers);
                jax_twoshot::CudaWorkspace::Open(workspace);
                return workspace;

@@ -27,13 +27,21 @@ def timeout_seconds() -> float:
     Raises:
       ValueError: it is not a number of seconds.
     """
-    text = os.environ.get("JAX_TWOSHOT_TIMEOUT", "300")
+    return seconds_of("JAX_TWOSHOT_TIMEOUT", os.environ.get("JAX_TWOSHOT_TIMEOUT", "300"))
+
+
+def seconds_of(setting: str, value: object) -> float:
+    """A deadline in seconds, 0 for ever.
+
+    Raises:
+      ValueError: ``value`` is none; the text names ``setting``.
+    """
     try:
-        seconds = float(text)
-    except ValueError:
+        seconds = float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
         seconds = -1.0
     if not 0 <= seconds <= 1e9:
-        raise ValueError(f"JAX_TWOSHOT_TIMEOUT: a number of seconds, 0 to wait for ever; got {text!r}")
+        raise ValueError(f"{setting}: a number of seconds, 0 to wait for ever; got {value!r}")
     return seconds
 
 

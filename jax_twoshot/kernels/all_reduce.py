@@ -59,16 +59,16 @@ import shlex
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 from cutlass import Boolean, Int32, Int64, Uint32, const_expr, cute, range_constexpr
 
 from jax_twoshot.kernels import memory, oneshot, twoshot
+from jax_twoshot.kernels.build import Compiled
+from jax_twoshot.kernels.launch import FOREVER_NS, advance_epoch, count_cta
 from jax_twoshot.kernels.memory import Chunk
 from jax_twoshot.kernels.twoshot import Buffers, Watch
 from jax_twoshot.protocol import ALGORITHMS, CHUNK_BYTES, CTAS_PER_SM, THREADS, Format, owned_chunks
 
-FOREVER_NS = 1 << 62
 AT_ONCE = 2
 """Chunks that a thread which has several takes in one go."""
 
@@ -198,7 +198,7 @@ class AllReduce:
         pushed = inside & call.alive if self.one_shot else inside & call.alive & ~own
         self.push(buffers, self.aim(buffers, chunk), words[0], pushed)
         self.settle(launch, call)
-        before = self.arrive(launch)
+        before = count_cta(launch.control)
         if inside & own:
             if const_expr(self.one_shot):
                 sums = oneshot.reduce_many(buffers, [chunk], [call.alive], words, call.watch)
@@ -209,7 +209,7 @@ class AllReduce:
         if const_expr(not self.one_shot):
             if inside & ~(own & self.keeps_sums):
                 self.store(launch, [chunk], [inside], twoshot.collect_many(buffers, [chunk], [call.alive], call.watch))
-        self.advance(launch, call, before)
+        advance_epoch(launch.control, before, call.epoch, call.watch.calls, Uint32(launch.generations))
 
     @cute.jit
     def several_each(self, launch: Launch) -> None:
@@ -235,7 +235,7 @@ class AllReduce:
         self.settle(launch, call)
         first = launch.thread
         if const_expr(self.one_shot):
-            before = self.arrive(launch)
+            before = count_cta(launch.control)
             while first < others:
                 self.reduce_every(launch, call, first)
                 first += self.sums_at_once * launch.threads
@@ -243,13 +243,13 @@ class AllReduce:
             while first < mine:
                 self.reduce_own(launch, call, start, mine, first)
                 first += self.sums_at_once * launch.threads
-            before = self.arrive(launch)
+            before = count_cta(launch.control)
             first = launch.thread
             left = others if self.keeps_sums else launch.chunks
             while first < left:
                 self.collect(launch, call, behind, left, first)
                 first += AT_ONCE * launch.threads
-        self.advance(launch, call, before)
+        advance_epoch(launch.control, before, call.epoch, call.watch.calls, Uint32(launch.generations))
 
     def around(self, launch: Launch, behind: Int32, first: Int32, size: int) -> list[Int32]:
         """Chunks by their numbers, which start behind what this rank owns: no owner gets all ranks' pushes at once."""
@@ -284,7 +284,7 @@ class AllReduce:
         wanted = [there & call.alive for there in inside]
         self.store(launch, chunks, inside, twoshot.collect_many(call.buffers, chunks, wanted, call.watch))
 
-    # ---- The way in and out --------------------------------------------------------------------------------
+    # ---- The control block --------------------------------------------------------------------------------
 
     @cute.jit
     def begin(self, launch: Launch) -> Call:
@@ -313,24 +313,6 @@ class AllReduce:
         if (call.state == twoshot.SLOW) & (launch.thread == 0):
             memory.keep_bits(launch.control + twoshot.CONTROL_STATE, Uint32(twoshot.FAILED))
         cute.arch.sync_threads()
-
-    @cute.jit
-    def arrive(self, launch: Launch) -> Uint32:
-        """Counts this CTA, after ``settle``: how many came before it. Nothing waits for the count before ``advance``."""
-        before = Uint32(0xFFFF_FFFF)
-        if cute.arch.thread_idx()[0] == 0:
-            before = memory.count_to(launch.control + twoshot.CONTROL_ARRIVALS, Uint32(cute.arch.grid_dim()[0] - 1))
-        return before
-
-    @cute.jit
-    def advance(self, launch: Launch, call: Call, before: Uint32) -> None:
-        """The last CTA to arrive readies the control block for the next call (R6)."""
-        if before == Uint32(cute.arch.grid_dim()[0] - 1):
-            following = call.epoch + 1
-            if following == Uint32(launch.generations):
-                following = Uint32(0)
-            memory.store_control(launch.control + twoshot.CONTROL_EPOCH, following)
-            memory.store_control(launch.control + twoshot.CONTROL_CALLS, call.watch.calls + 1)
 
     # ---- Operand and result --------------------------------------------------------------------------------
 
@@ -418,14 +400,6 @@ class AllReduce:
 AllReduce.kernel.set_name_prefix(
     "jax_twoshot_all_reduce", remove_cutlass_symbol=True, keep_mangled_name=False
 )
-
-
-class Compiled(NamedTuple):
-    """A kernel for one architecture: the cubin, the PTX it was assembled from, its symbol in both."""
-
-    cubin: bytes
-    ptx: str
-    symbol: str
 
 
 def compile_kernel(kernel: AllReduce, arch: str) -> Compiled:

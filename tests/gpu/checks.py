@@ -26,7 +26,7 @@ from jax.sharding import Mesh
 from worker import Job
 
 import jax_twoshot
-from jax_twoshot import _ffi, protocol, reference
+from jax_twoshot import _ffi, protocol, reference, symmetric
 from jax_twoshot.cli import selftest
 
 BF16 = np.dtype(jnp.bfloat16)
@@ -550,6 +550,55 @@ def killed(job: Job) -> dict[str, Any]:
         job.barrier([rank for rank in range(job.tp) if rank != LATE], seconds=6 * _deadline())
 
     return _without_one(job, act, after)
+
+
+def reset(job: Job) -> dict[str, Any]:
+    """A rank stays away, or comes too late; all reset, and programs compiled before go on, replays too."""
+    random, tally, found = np.random.default_rng(13), Tally(), {}
+    with jax_twoshot.Workspace(job.mesh, "tp", rows=16, width=2880, timeout=2) as workspace:
+        one, many = sum_program(job, workspace), chain_program(job, workspace, 20)
+        given = values(random, job.tp, 16, 2880)
+        placed = job.place(given)
+
+        def run(what: str) -> None:
+            for number in range(5):
+                tally.add(f"{what} {number}, one call", one(placed), reference.all_reduce(given))
+                for index, (sums, want) in enumerate(zip(many(placed), chain(given, 20), strict=True)):
+                    tally.add(f"{what} {number}, call {index} of 20", sums, want)
+            tally.result()
+            job.barrier()
+
+        for case in ("stays away", "comes too late", "stays away, and one reset fails"):
+            run(f"before one {case}")
+            here = LATE in job.here
+            if here and case == "comes too late":
+                time.sleep(3)
+            if not here or case == "comes too late":
+                found[case] = {"numbers": _numbers(lambda: one(placed)), "next call": _numbers(lambda: one(placed))}
+            job.barrier()
+            if case == "stays away, and one reset fails":
+                found["reset"] = _refusal(lambda: _failing_reset(workspace, fails=0 in job.here), RuntimeError)
+                found["call after it"] = _numbers(lambda: one(placed))
+            start = time.monotonic()
+            workspace.reset()
+            found["seconds of a reset"] = round(time.monotonic() - start, 3)
+            workspace.check()
+        run("at the end")
+    return tally.result() | found
+
+
+def _failing_reset(workspace: jax_twoshot.Workspace, fails: bool) -> None:
+    settle = symmetric._Driver.settle
+    if fails:
+        symmetric._Driver.settle = lambda *_: _raise("planned")  # type: ignore[method-assign]
+    try:
+        workspace.reset()
+    finally:
+        symmetric._Driver.settle = settle  # type: ignore[method-assign]
+
+
+def _raise(text: str) -> None:
+    raise RuntimeError(text)
 
 
 def _without_one(job: Job, act: Callable[[], dict[str, Any]], after: Callable[[], None]) -> dict[str, Any]:
