@@ -18,14 +18,15 @@ from jax import lax
 from jax.sharding import Mesh
 
 import jax_twoshot
-from jax_twoshot import _launch, reference
-from jax_twoshot.cli import bench, bench_ranks, gpu_peers, main
+from jax_twoshot import _launch, _settings, protocol, reference
+from jax_twoshot.cli import bench, bench_ranks, gpu_peers, main, tune
 from jax_twoshot.cli.bench_ranks import Ears, Found, Job, Measurement, Missing
 from jax_twoshot.cli.gpu_peers import GRAPH, JAX, Cell, Peer
 
 FACTS = {
     "date": "2026-01-02 03:04 UTC",
     "machine": {"devices": ["NVIDIA H200"]},
+    "table": "ONE_SHOT_SHARED_GPU",
     "versions": {"jax-twoshot": "0.1.0", "jax": "0.11.2", "torch": "2.11.0", "flashinfer-python": None},
 }
 
@@ -42,7 +43,7 @@ def measurement(peer: str, seconds: float, rows: int = 1, tp: int = 2, program: 
 
 def arguments(tmp_path: Path, **changes: Any) -> argparse.Namespace:
     values = dict(ranks=[2, 4], one_gpu=True, rows=[1, 2], width=[64], dtype="bfloat16", repeats=3, calls=5)
-    values |= dict(timeout=100, json=tmp_path / "bench.json", plot=None)
+    values |= dict(timeout=100, json=tmp_path / "bench.json", plot=None, tune=False)
     return argparse.Namespace(**values | changes)
 
 
@@ -284,12 +285,12 @@ def test_a_peer_that_crashes_is_dropped_and_the_others_go_on(
         assert options["one_gpu"] and not options["echo"]
         for rows, _ in jobs[-1].cells:
             for rank in range(tp):
-                if rows == 2 and not jobs[-1].without:
+                if rows == 2 and "nccl (graph)" in jobs[-1].peers:
                     on_line(rank, "bench-step nccl (graph): timing at 2 rows")
                     on_line(rank, "Segmentation fault")
                 else:
                     on_line(rank, "bench-done " + json.dumps(done(rows, [1e-6 * (rank + 1)] * 3)))
-            if rows == 2 and not jobs[-1].without:
+            if rows == 2 and "nccl (graph)" in jobs[-1].peers:
                 raise _launch.LaunchError("rank 0: ended by SIGSEGV", [None] * tp, [[]] * tp)
         return [{}] * tp
 
@@ -298,9 +299,10 @@ def test_a_peer_that_crashes_is_dropped_and_the_others_go_on(
     code = main(["bench", "--ranks", "2,4", "--one-gpu", "--rows", "1,2", "--width", "64", "--repeats", "3"])
     out, err = capsys.readouterr()
     assert code == 0
-    assert [(job.cells, job.without) for job in jobs] == [
-        ([[1, 64], [2, 64]], []),
-        ([[2, 64]], ["nccl (graph)"]),
+    every = [str(peer) for peer in gpu_peers.PEERS]
+    assert [(job.cells, job.peers) for job in jobs] == [
+        ([[1, 64], [2, 64]], every),
+        ([[2, 64]], [peer for peer in every if peer != "nccl (graph)"]),
     ] * 2
     assert {job.most_rows for job in jobs} == {2}
     table = [line.split() for line in out.splitlines() if not line.startswith("#")]
@@ -408,3 +410,91 @@ def test_plot(tmp_path: Path) -> None:
     bench_ranks.plot(times, "a title", tmp_path / "time.png")
     height, width, _ = image.imread(tmp_path / "time.png").shape
     assert (height, width) == (9 * 150, 10 * 150)
+
+
+# ---- --tune ------------------------------------------------------------------------------------------------
+
+ONE, TWO = gpu_peers.VARIANTS
+
+
+def both(one: dict[int, float], two: dict[int, float], tp: int) -> list[Measurement]:
+    times = [(ONE, rows, t) for rows, t in one.items()] + [(TWO, rows, t) for rows, t in two.items()]
+    return [measurement(peer, seconds, rows, tp) for peer, rows, seconds in times]
+
+
+def test_limits_are_the_last_size_up_to_which_one_shot_never_lost() -> None:
+    times = [
+        *both({1: 1.0, 2: 2.0, 4: 3.0, 8: 1.0}, {1: 2.0, 2: 2.0, 4: 2.9, 8: 9.0}, tp=2),
+        *both({1: 3.0}, {1: 2.0}, tp=4),
+        *both({1: 1.0}, {1: 2.0, 2: 2.0}, tp=8),
+        measurement("nccl", 0.1, 4, 2),
+    ]
+    assert tune.limits(times, ONE, TWO) == {2: 2 * 128, 4: 0, 8: 128}
+
+
+def test_of_messages_of_one_size_the_slower_one_counts() -> None:
+    times = [measurement(ONE, 2.0), measurement(TWO, 3.0), measurement(ONE, 4.0), measurement(TWO, 1.0)]
+    assert tune.limits(times, ONE, TWO) == {2: 0}
+
+
+def test_what_was_not_measured_stays() -> None:
+    assert tune.merged(((2, 10), (4, 5), (8, 1)), {4: 7, 3: 8}) == ((2, 10), (3, 8), (4, 7), (8, 1))
+
+
+def test_tune_times_both_algorithms_and_writes_what_the_setting_reads(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    seconds = {("one", 1): 1e-6, ("two", 1): 2e-6, ("one", 2): 3e-6, ("two", 2): 2e-6}
+
+    def launch(tp: int, argv: list[str], *, on_line: Any, env: dict[str, str], **options: Any) -> list[dict[str, Any]]:
+        job = Job(**json.loads(argv[-1]))
+        assert job.peers == [f"{ONE} (graph)", f"{TWO} (graph)"]
+        monkeypatch.setenv("JAX_TWOSHOT_TUNING", env["JAX_TWOSHOT_TUNING"])
+        assert _settings.tuning() == tune.EVERYTHING, "while it is measured, slots hold whole messages"
+        monkeypatch.delenv("JAX_TWOSHOT_TUNING")
+        for rows, _ in job.cells:
+            peers = [
+                {"peer": peer, "program": GRAPH, "wrong": 0, "seconds": [seconds[key, rows] * 4 / tp] * 2}
+                for peer, key in ((ONE, "one"), (TWO, "two"))
+            ]
+            for rank in range(tp):
+                on_line(rank, "bench-done " + json.dumps(done(rows, []) | {"peers": peers}))
+        return [{}] * tp
+
+    monkeypatch.setattr(_launch, "launch", launch)
+    monkeypatch.setattr(_launch, "gpu_count", lambda: 1)
+    file = tmp_path / "tuned.json"
+    options = ["--ranks", "4", "--one-gpu", "--rows", "1,2", "--width", "64", "--json", str(file)]
+    assert main(["bench", "--tune", *options]) == 0
+    table = tune.merged(protocol.ONE_SHOT_SHARED_GPU, {4: 128})
+    lines = capsys.readouterr().out.splitlines()
+    assert f"ONE_SHOT_SHARED_GPU = {table}" in lines
+    assert f"# 4 ranks: 128 bytes, built in {dict(protocol.ONE_SHOT_SHARED_GPU)[4]}" in lines
+    assert lines[-1] == f"# JAX_TWOSHOT_TUNING={file} on every process makes it effective"
+
+    monkeypatch.setenv("JAX_TWOSHOT_TUNING", str(file))
+    assert _settings.tuning() == protocol.BUILT_IN | {"ONE_SHOT_SHARED_GPU": table}
+    assert protocol.one_shot_bytes(4, 2, False, _settings.tuning()) == 128
+
+
+def test_tune_needs_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["bench", "--tune"])
+    assert "argument --tune: it is about --ranks" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["{", "{}", '{"tables": {"ONE_SHOT": []}}', '{"tables": {"ONE_SHOT_NVLINK": [1]}}'])
+def test_a_tuning_file_that_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str) -> None:
+    file = tmp_path / "tuned.json"
+    file.write_text(text)
+    monkeypatch.setenv("JAX_TWOSHOT_TUNING", str(file))
+    with pytest.raises(ValueError, match="JAX_TWOSHOT_TUNING: a file that .*bench --tune.* wrote; got '.*tuned.json'"):
+        _settings.tuning()
+
+
+def test_processes_that_are_tuned_otherwise_are_refused() -> None:
+    from jax_twoshot import symmetric
+
+    symmetric._require_one_tuning(["a", "a"])
+    with pytest.raises(ValueError, match="JAX_TWOSHOT_TUNING: .* got a and b; give every process the same file"):
+        symmetric._require_one_tuning(["b", "a", "b"])

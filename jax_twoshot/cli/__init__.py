@@ -109,6 +109,11 @@ def _bench_arguments(parser: argparse.ArgumentParser) -> None:
         help="seconds for each number of --ranks; default 300",
     )
     parser.add_argument(
+        "--tune",
+        action="store_true",
+        help="with --ranks: time one shot against two, and print the table for JAX_TWOSHOT_TUNING",
+    )
+    parser.add_argument(
         "--json", metavar="PATH", type=_output_file, help="write all samples; - is standard output"
     )
     parser.add_argument(

@@ -36,7 +36,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jax_twoshot import _launch, _settings
-from jax_twoshot.cli import bench, gpu_peers, machine, ranks, terminal
+from jax_twoshot.cli import bench, gpu_peers, machine, ranks, terminal, tune
 from jax_twoshot.cli.gpu_peers import GRAPH, JAX, OURS, Cell, Contender, Peer
 
 STEP_SECONDS = 60
@@ -63,7 +63,7 @@ class Job:
       most_rows: of all messages, those of other launches too.
       dtype, calls, repeats: of the command line.
       shared: all ranks are on one GPU.
-      without: the peers that are left out, as ``str(peer)`` names them.
+      peers: the ones that take part, as ``str(peer)`` names them.
       store: a new file through which the workers find each other.
     """
 
@@ -73,7 +73,7 @@ class Job:
     calls: int
     repeats: int
     shared: bool
-    without: list[str]
+    peers: list[str]
     store: str
 
 
@@ -134,7 +134,7 @@ def work(job: Job) -> None:
         world_size=mesh.size,
         timeout=timedelta(seconds=gpu_peers.COMPILE_SECONDS),
     )
-    peers = [peer for peer in gpu_peers.PEERS if str(peer) not in job.without]
+    peers = [peer for peer in gpu_peers.PEERS if str(peer) in job.peers]
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         for rows, width in job.cells:
@@ -150,7 +150,8 @@ def work(job: Job) -> None:
                 shared=job.shared,
                 most_rows=job.most_rows,
             )
-            found = measure(cell, peers, job.repeats, _step, agree) | {"facts": _facts(jax.devices())}
+            facts = _facts(jax.devices()) | {"table": gpu_peers.table_name(cell)}
+            found = measure(cell, peers, job.repeats, _step, agree) | {"facts": facts}
             print(_DONE + json.dumps(found), flush=True)
     _launch.summary()
 
@@ -325,8 +326,9 @@ def run(args: argparse.Namespace) -> int:
     finally:  # what was measured is shown, whatever ended the rest
         found.missing = join(found.missing)
         _write(args, found)
-    ours = {m.cell for m in found.measurements if m.peer == OURS and m.program == GRAPH}
-    complete = len(ours) == len(args.ranks) * len(cells)
+    always = gpu_peers.VARIANTS if args.tune else (OURS,)
+    done = {(m.peer, m.cell) for m in found.measurements if m.peer in always and m.program == GRAPH}
+    complete = len(done) == len(args.ranks) * len(cells) * len(always)
     return 0 if complete and not any(m.wrong for m in found.measurements) else 1
 
 
@@ -378,9 +380,12 @@ def _launch_workers(
             args.calls,
             args.repeats,
             args.one_gpu,
-            list(without),
+            [name for name in selected(args) if name not in without],
             store,
         )
+        variables = environment(args.one_gpu)
+        if args.tune:
+            variables["JAX_TWOSHOT_TUNING"] = str(tune.write_everything(Path(folder)))
         try:
             _launch.launch(
                 tp,
@@ -388,7 +393,7 @@ def _launch_workers(
                 one_gpu=args.one_gpu,
                 timeout=max(1.0, seconds),
                 grace=GRACE_SECONDS,
-                env=environment(args.one_gpu),
+                env=variables,
                 echo=False,
                 on_line=ears.hear,
             )
@@ -396,6 +401,11 @@ def _launch_workers(
             print(f"{tp} ranks: {error}", file=sys.stderr)
             return str(error)
     return None
+
+
+def selected(args: argparse.Namespace) -> list[str]:
+    """The peers that take part: the two algorithms to tune by, else all."""
+    return [str(p) for p in gpu_peers.PEERS if not args.tune or (p.name in gpu_peers.VARIANTS and p.program == GRAPH)]
 
 
 def environment(shared: bool) -> dict[str, str]:
@@ -507,7 +517,8 @@ def _messages(cells: Sequence[tuple[int, int]]) -> str:
 def report(args: argparse.Namespace, found: Found) -> dict[str, Any]:
     """As JSON can hold it, with all samples."""
     program = {name: getattr(args, name) for name in ("ranks", "one_gpu", "rows", "width", "dtype", "repeats", "calls")}
-    return found.facts | {
+    tables = tune.tables(found.facts["table"], _limits(found)) if args.tune and found.facts else {}
+    return found.facts | ({"tables": tables} if tables else {}) | {
         "program": program | {"replays": gpu_peers.REPLAYS, "multicast_allowed": _settings.multicast_allowed()},
         "measurements": [
             dataclasses.asdict(m)
@@ -546,7 +557,15 @@ def _write(args: argparse.Namespace, found: Found) -> None:
             args.json.write_text(written + "\n")
     if args.plot and found.measurements:
         plot(found.measurements, title, args.plot)
-    print(text(title, args, found), file=sys.stderr if to_stdout else sys.stdout)
+    out = sys.stderr if to_stdout else sys.stdout
+    print(text(title, args, found), file=out)
+    if args.tune and found.facts:
+        file = None if to_stdout or not args.json else str(args.json)
+        print(tune.text(found.facts["table"], _limits(found), file), file=out)
+
+
+def _limits(found: Found) -> dict[int, int]:
+    return tune.limits(found.measurements, *gpu_peers.VARIANTS)
 
 
 def plot(measurements: Sequence[Measurement], title: str, path: Path) -> None:

@@ -229,6 +229,13 @@ def _workspace(mesh: jax.sharding.Mesh, rows: int, width: int, dtype: str) -> ja
     return jax_twoshot.Workspace(mesh, "tp", rows=rows, width=width, dtype=dtype)
 
 
+def table_name(cell: Cell) -> str:
+    """Which of the tables of `protocol.BUILT_IN` holds for these ranks."""
+    workspace = _workspace(cell.mesh, cell.most_rows, cell.width, cell.dtype)
+    assert workspace._cuda is not None and workspace._cuda.gpu is not None
+    return protocol.table_name(workspace._cuda.gpu.ranks_on_device, workspace._cuda.gpu.multicast)
+
+
 def _ours(cell: Cell, algorithm: str = "auto") -> Contender:
     workspace = _workspace(cell.mesh, cell.most_rows, cell.width, cell.dtype)
     return _ours_graph(cell, workspace, algorithm)
