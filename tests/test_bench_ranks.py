@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
@@ -19,9 +20,9 @@ from jax.sharding import Mesh
 
 import jax_twoshot
 from jax_twoshot import _launch, _settings, protocol, reference
-from jax_twoshot.cli import bench, bench_ranks, gpu_peers, main, tune
+from jax_twoshot.cli import bench, bench_ranks, decode, gpu_peers, main, tune
 from jax_twoshot.cli.bench_ranks import Ears, Found, Job, Measurement, Missing
-from jax_twoshot.cli.gpu_peers import GRAPH, JAX, Cell, Peer
+from jax_twoshot.cli.gpu_peers import DECODE, GRAPH, JAX, Cell, Peer
 
 FACTS = {
     "date": "2026-01-02 03:04 UTC",
@@ -43,7 +44,7 @@ def measurement(peer: str, seconds: float, rows: int = 1, tp: int = 2, program: 
 
 def arguments(tmp_path: Path, **changes: Any) -> argparse.Namespace:
     values = dict(ranks=[2, 4], one_gpu=True, rows=[1, 2], width=[64], dtype="bfloat16", repeats=3, calls=5)
-    values |= dict(timeout=100, json=tmp_path / "bench.json", plot=None, tune=False)
+    values |= dict(timeout=100, json=tmp_path / "bench.json", plot=None, tune=False, decode=False)
     return argparse.Namespace(**values | changes)
 
 
@@ -299,7 +300,7 @@ def test_a_peer_that_crashes_is_dropped_and_the_others_go_on(
     code = main(["bench", "--ranks", "2,4", "--one-gpu", "--rows", "1,2", "--width", "64", "--repeats", "3"])
     out, err = capsys.readouterr()
     assert code == 0
-    every = [str(peer) for peer in gpu_peers.PEERS]
+    every = [str(peer) for peer in gpu_peers.PEERS if peer.program != DECODE]
     assert [(job.cells, job.peers) for job in jobs] == [
         ([[1, 64], [2, 64]], every),
         ([[2, 64]], [peer for peer in every if peer != "nccl (graph)"]),
@@ -477,10 +478,11 @@ def test_tune_times_both_algorithms_and_writes_what_the_setting_reads(
     assert protocol.one_shot_bytes(4, 2, False, _settings.tuning()) == 128
 
 
-def test_tune_needs_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("option", ["--tune", "--decode"])
+def test_needs_ranks(capsys: pytest.CaptureFixture[str], option: str) -> None:
     with pytest.raises(SystemExit, match="2"):
-        main(["bench", "--tune"])
-    assert "argument --tune: it is about --ranks" in capsys.readouterr().err
+        main(["bench", option])
+    assert f"argument {option}: it is about --ranks" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("text", ["{", "{}", '{"tables": {"ONE_SHOT": []}}', '{"tables": {"ONE_SHOT_NVLINK": [1]}}'])
@@ -498,3 +500,48 @@ def test_processes_that_are_tuned_otherwise_are_refused() -> None:
     symmetric._require_one_tuning(["a", "a"])
     with pytest.raises(ValueError, match="JAX_TWOSHOT_TUNING: .* got a and b; give every process the same file"):
         symmetric._require_one_tuning(["b", "a", "b"])
+
+
+# ---- --decode ----------------------------------------------------------------------------------------------
+
+
+def test_shapes_are_those_of_a_layer() -> None:
+    assert decode.shapes(7168, 8) == ((7168, 2688), (896, 7168), (7168, 4608), (2304, 7168))
+
+
+def test_decode_steps_agree_between_ranks_and_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode, "LAYERS", 1)
+    c, here = cell(tp=2, rows=2, width=56), lambda value: [value]
+    ours = decode.DecodeRun(c, lambda x: jax_twoshot.all_reduce(x, "tp"), here)
+    psum = decode.DecodeRun(c, lambda x: lax.psum(x, "tp"), here)
+    assert (ours.wrong(), psum.wrong()) == (0, 0)
+    results = [np.asarray(run._step(run._x, run._layers)).astype(np.float32) for run in (ours, psum)]
+    np.testing.assert_allclose(*results, rtol=0.1, atol=0.1)
+    assert ours.seconds() > 0
+
+    alone = decode.DecodeRun(c, lambda x: x, None)
+    assert alone.wrong() == 0, "without a sum each rank has its own"
+    assert decode.DecodeRun(c, lambda x: x, here).wrong() == 2 * 56
+    assert decode.DecodeRun(c, lambda x: lax.psum(x, "tp") * jnp.inf, here).wrong() >= 2 * 2 * 56
+
+
+def test_share_of_a_step() -> None:
+    steps = [
+        measurement("jax_twoshot", 100e-6, program=DECODE),
+        measurement("psum", 200e-6, program=DECODE),
+        measurement("without sums", 80e-6, program=DECODE),
+        measurement("jax_twoshot", 1e-6),
+    ]
+    assert bench_ranks.shares(steps) == [
+        "decode, 2 ranks, 1 rows: jax_twoshot's sums are 20.0% of a step of 4 layers, 2.50 us a sum",
+        "decode, 2 ranks, 1 rows: psum's sums are 60.0% of a step of 4 layers, 15.00 us a sum",
+    ]
+    assert bench_ranks.lead(steps)[0].startswith("decode, 2 ranks: ahead of the fastest peer in 1 of 1 messages")
+
+
+def test_decode_is_a_choice_of_peers(tmp_path: Path) -> None:
+    assert bench_ranks.selected(arguments(tmp_path, decode=True)) == [
+        "jax_twoshot (decode)",
+        "psum (decode)",
+        "without sums (decode)",
+    ]

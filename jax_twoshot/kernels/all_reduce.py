@@ -207,7 +207,8 @@ class AllReduce:
             if const_expr(self.one_shot or self.keeps_sums):
                 self.store(launch, [chunk], [inside], sums)
         if const_expr(not self.one_shot):
-            if inside & ~(own & self.keeps_sums):
+            left = inside & ~own if self.keeps_sums else inside
+            if left:
                 self.store(launch, [chunk], [inside], twoshot.collect_many(buffers, [chunk], [call.alive], call.watch))
         advance_epoch(launch.control, before, call.epoch, call.watch.calls, Uint32(launch.generations))
 

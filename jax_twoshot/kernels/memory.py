@@ -9,7 +9,7 @@ sees all there is to know. What orders one launch after another is the end of a 
 
 from __future__ import annotations
 
-from cutlass import Boolean, Int64, Uint16, Uint32, cute
+from cutlass import Boolean, Int32, Int64, Uint16, Uint32, cute
 
 Chunk = tuple[Uint32, Uint32, Uint32, Uint32]
 

@@ -13,6 +13,7 @@ When a wait ends without its chunk (R9), reduce publishes nothing and what it re
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cutlass import Boolean, Float32, Int32, Int64, Uint16, Uint32, const_expr, cute, range_constexpr
@@ -287,8 +288,8 @@ def wait(
     ranks: list[Uint32],
     phase: int,
     chunk: Int64 | list[Int64],
-    missing: list[Boolean] | None = None,
-    known: list[Chunk] | None = None,
+    missing: Sequence[Boolean] = (),
+    known: Sequence[Chunk] = (),
 ) -> tuple[list[Chunk], Boolean]:
     """Polls chunks of this rank until all have arrived, or until the watch says no: ``(chunks, arrived)``. What has
     arrived is not read again: what others still wait for has the way to itself.
@@ -303,10 +304,10 @@ def wait(
       missing: which places to poll; by default all.
       known: what the others hold, no sentinel in it; by default nothing is known.
     """
-    if const_expr(missing is None):
-        missing = [Boolean(True) for _ in places]
-        known = [(Uint32(0),) * 4 for _ in places]
-    words = [memory.poll_chunk_if(*look) for look in zip(missing, places, known, strict=True)]
+    if const_expr(len(missing) == 0):
+        words = [memory.poll_chunk(place) for place in places]
+    else:
+        words = [memory.poll_chunk_if(*look) for look in zip(missing, places, known, strict=True)]
     there = [has_arrived(w, buffers.format) for w in words]
     polls = Uint32(0)
     since = Int64(0)
@@ -318,9 +319,8 @@ def wait(
         there = [has_arrived(w, buffers.format) for w in words]
         polls += 1
         if polls % POLLS_PER_CHECK == 0:
-            since, over = check(
-                watch, since, phase, buffers.generation, first_missing(chunk, there), missing_ranks(words, ranks, buffers.format)
-            )
+            first, who = first_missing(chunk, there), missing_ranks(words, ranks, buffers.format)
+            since, over = check(watch, since, phase, buffers.generation, first, who)
     return words, all_of(there)
 
 
