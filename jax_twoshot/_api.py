@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -50,7 +51,7 @@ def all_reduce(
       ValueError: the axis is not manual, the workspace is closed or does not fit, or there is no such algorithm.
       NotImplementedError: another axis of the mesh is not manual, or the platform is neither CPU nor CUDA.
     """
-    axes = _manual_axes(axis_name)
+    axes = manual_axes("all_reduce", axis_name)
     choices = ("auto", *protocol.ALGORITHMS)
     if algorithm not in choices:
         raise ValueError(f"jax_twoshot.all_reduce: algorithm must be one of {choices}, got {algorithm!r}")
@@ -58,7 +59,7 @@ def all_reduce(
         return jax.tree.map(lambda leaf: _all_reduce_leaf(leaf, axes, workspace, algorithm), x)
 
 
-class _Axes(NamedTuple):
+class Axes(NamedTuple):
     """The reduced axes and the others, each in the mesh's order, with ``sizes`` of the whole mesh."""
 
     names: tuple[str, ...]
@@ -70,10 +71,11 @@ class _Axes(NamedTuple):
         return math.prod(self.sizes[name] for name in self.names)
 
 
-def _manual_axes(axis_name: str | tuple[str, ...]) -> _Axes:
+def manual_axes(function: str, axis_name: str | tuple[str, ...]) -> Axes:
+    """The axes that a call of ``jax_twoshot``'s ``function`` names, checked as `all_reduce` documents."""
     names = axes_tuple(axis_name)
     mesh = jax.sharding.get_abstract_mesh()
-    prefix = f"jax_twoshot.all_reduce: axis_name={axis_name!r}"
+    prefix = f"jax_twoshot.{function}: axis_name={axis_name!r}"
     if not names or len(set(names)) != len(names):
         raise ValueError(f"{prefix}: give one axis or a tuple of different axes")
     if not mesh.manual_axes:
@@ -100,10 +102,31 @@ def _manual_axes(axis_name: str | tuple[str, ...]) -> _Axes:
         )
     in_mesh_order = tuple(n for n in mesh.axis_names if n in names)
     others = tuple(n for n in mesh.axis_names if n not in names)
-    return _Axes(in_mesh_order, others, dict(mesh.shape))
+    return Axes(in_mesh_order, others, dict(mesh.shape))
 
 
-def _all_reduce_leaf(x: Any, axes: _Axes, given: Workspace | None, algorithm: str) -> jax.Array:
+class Place(NamedTuple):
+    """Which rank of which group runs the program, and whether the trace is typed (check_vma=True)."""
+
+    rank: jax.Array
+    group: jax.Array
+    typed: bool
+
+
+def place(axes: Axes) -> Place:
+    rank = jax.lax.axis_index(axes.names)
+    group = jax.lax.axis_index(axes.others) if axes.others else jnp.int32(0)
+    # Under check_vma=True, and only there, an axis index is typed as varying: what psum's rules go by.
+    return Place(rank, group, bool(_compat.varying(jax.typeof(rank))))
+
+
+def varying_over(x: jax.Array, axes: Iterable[str], typed: bool) -> jax.Array:
+    """``x``, in a typed trace typed as varying over ``axes`` too."""
+    missing = tuple(n for n in axes if n not in _compat.varying(jax.typeof(x))) if typed else ()
+    return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+
+def _all_reduce_leaf(x: Any, axes: Axes, given: Workspace | None, algorithm: str) -> jax.Array:
     x = jnp.asarray(x)
     fmt = protocol.FORMATS.get(x.dtype.name)
     if fmt is None:
@@ -111,13 +134,8 @@ def _all_reduce_leaf(x: Any, axes: _Axes, given: Workspace | None, algorithm: st
             f"jax_twoshot.all_reduce: x has dtype {x.dtype.name}, it takes {', '.join(protocol.FORMATS)}; use "
             "jax.lax.psum for other dtypes"
         )
-    rank = jax.lax.axis_index(axes.names)
-    group = jax.lax.axis_index(axes.others) if axes.others else jnp.int32(0)
-    # Under check_vma=True, and only there, an axis index is typed as varying: what psum's rules go by.
-    typed = bool(_compat.varying(jax.typeof(rank)))
-    missing = tuple(n for n in axes.names if n not in _compat.varying(jax.typeof(x))) if typed else ()
-    if missing:
-        x = jax.lax.pcast(x, missing, to="varying")
+    rank, group, typed = place(axes)
+    x = varying_over(x, axes.names, typed)
     handle = workspace.resolve(given, axes.names, axes.sizes, fmt)
     params = _Params(axes.names, axes.tp, handle, algorithm, typed)
     return all_reduce_p.bind(x, rank, group, **params._asdict())
@@ -172,6 +190,15 @@ batching.primitive_batchers[all_reduce_p] = _batch
 def _lower_cpu(ctx, x, rank, group, *, axes, tp, workspace, algorithm, typed):
     if _is_identity(ctx, tp):
         return [x]
+    return jax.ffi.ffi_lowering(_ffi.TARGET)(ctx, x, rank, group, **cpu_attributes(axes, tp, workspace))
+
+
+def cpu_attributes(axes: tuple[str, ...], tp: int, workspace: workspace.Handle | None) -> dict[str, Any]:
+    """What the handlers on CPU read.
+
+    Raises:
+      NotImplementedError: the ranks are not all in this process.
+    """
     if jax.process_count() > 1:
         raise NotImplementedError(
             f"jax_twoshot.all_reduce over {axes_text(axes)}: on CPU the ranks are devices of one process, this job "
@@ -181,7 +208,7 @@ def _lower_cpu(ctx, x, rank, group, *, axes, tp, workspace, algorithm, typed):
     layout = protocol.Layout.for_capacity(tp, protocol.CPU_CAPACITY_BYTES)
     if workspace and workspace.layout.slot_chunks < layout.slot_chunks:
         layout = workspace.layout
-    return jax.ffi.ffi_lowering(_ffi.TARGET)(ctx, x, rank, group, **_attributes(axes, layout))
+    return _attributes(axes, layout)
 
 
 def _lower_cuda(ctx, x, rank, group, *, axes, tp, workspace, algorithm, typed):

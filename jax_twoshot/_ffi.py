@@ -20,6 +20,8 @@ except ImportError as error:
 
 TARGET = "jax_twoshot_all_reduce"
 """The custom call's name, one handler a platform."""
+RMS_NORM_TARGET = "jax_twoshot_all_reduce_rms_norm"
+"""The same with a residual and a norm."""
 
 
 def protocol_constants() -> dict[str, Any]:
@@ -107,6 +109,7 @@ def _check_mirror() -> None:
 
 def _register() -> None:
     jax.ffi.register_ffi_target(TARGET, _extension.cpu_handlers(), platform="cpu")
+    jax.ffi.register_ffi_target(RMS_NORM_TARGET, _extension.cpu_rms_norm_handlers(), platform="cpu")
     jax.ffi.register_ffi_target(TARGET, _extension.cuda_handlers(), platform="CUDA")
 
 
