@@ -18,7 +18,7 @@ import json
 import os
 import struct
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from importlib import metadata
@@ -158,6 +158,14 @@ def find(variant: Variant) -> Cubin:
     if compiler_version() is None:
         raise CubinError(_nothing_found(variant))
     return _compile_into_cache(variant)
+
+
+def find_all(variants: Sequence[Variant], share: int = 0) -> list[Cubin]:
+    """`find` of each. Processes that start together give different ``share``s: each begins with another kernel, and
+    finds in the cache what the others have compiled meanwhile."""
+    start = share % len(variants)
+    found = {variant: find(variant) for variant in (*variants[start:], *variants[:start])}
+    return [found[variant] for variant in variants]
 
 
 def _given_folders() -> Iterator[Path]:

@@ -214,12 +214,13 @@ class _CudaBuffers:
         by_ordinal = {device.local_hardware_id: device for device in jax.local_devices()}
         (arch,) = {cubin.arch_for(_capability(by_ordinal[b.device])) for b in buffers}
         multicast = all(b.multicast is not None for b in buffers)
-        found = [
-            cubin.find(cubin.Variant(self._layout.tp, f.name, multicast, arch, algorithm))
+        variants = [
+            cubin.Variant(self._layout.tp, f.name, multicast, arch, algorithm)
             for algorithm in protocol.ALGORITHMS
             for f in protocol.FORMATS.values()
             if f.sentinel == self._format.sentinel
         ]
+        found = cubin.find_all(variants, share=jax.process_index())
         protocol.grid(1, buffers[0].ranks_on_device, buffers[0].sm_count)  # R5: refuse what cannot be resident
         self.native = _ffi.open_cuda_workspace(
             self.id,

@@ -217,6 +217,13 @@ print(hashlib.sha256(cubin.find(cubin.Variant(2, "float32", False, "sm_90a")).im
     assert (tmp_path / "count").read_text() == "x"
 
 
+def test_processes_share_the_compiling(compiles):
+    others = [replace(VARIANT, algorithm="one_shot"), replace(VARIANT, tp=3)]
+    wanted = [VARIANT, *others]
+    assert [found.variant for found in cubin.find_all(wanted, share=4)] == wanted
+    assert compiles == [*others, VARIANT]  # the fifth process of three kernels begins with the second
+
+
 # ---- Given cubins ------------------------------------------------------------------------------------------
 
 

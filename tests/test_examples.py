@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 import zipfile
+from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -22,7 +23,8 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jax_twoshot import reference
+import jax_twoshot
+from jax_twoshot import _launch, reference
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 CLOSED_INDEX = {
@@ -192,13 +194,17 @@ def test_unusable_folder_ends_with_code_3(tmp_path, monkeypatch, capsys):
         (["--prompt", " "], "argument --prompt: must not be empty"),
         (["--reduce", "sum"], "argument --reduce: invalid choice: 'sum'"),
         (["--processes", "3"], "argument --coordinator: HOST:PORT needs --processes and --process-id"),
+        (["--launch", "gpu-each", "--coordinator", "auto"], "argument --launch: starts the processes itself"),
+        (["--launch", "one-gpu"], "argument --reduce: with --launch one-gpu it must be twoshot"),
+        (["--launch", "gpu-each"], "argument --launch: gpu-each needs 3 NVIDIA GPU(s), this machine has 0"),
         (
             ["--coordinator", "localhost:1", "--processes", "3", "--process-id", "3"],
             "argument --process-id: must be below --processes, got 3",
         ),
     ],
 )
-def test_bad_options(arguments, message, capsys):
+def test_bad_options(arguments, message, capsys, monkeypatch):
+    monkeypatch.setattr(_launch, "gpu_count", lambda: 0)
     with pytest.raises(SystemExit) as ended:
         decode.main(arguments)
     assert ended.value.code == 2
@@ -257,13 +263,15 @@ def test_rope_turns_neighbours():
     np.testing.assert_array_equal(found[0], x[0])
 
 
+@pytest.mark.parametrize("reduce", [jax_twoshot.all_reduce, jax.lax.psum], ids=["all_reduce", "psum"])
 @pytest.mark.parametrize("winners", [[0], [16384], [49151], [5, 20000, 40000], [16383, 16384]])
-def test_argmax_over_the_sharded_vocabulary(winners):
+def test_argmax_over_the_sharded_vocabulary(winners, reduce):
     mesh = jax.make_mesh((3,), ("tp",), devices=jax.devices()[:3])
     logits = np.linspace(-2, -1, decode.VOCABULARY, dtype=np.float32)[None]
     logits[0, winners] = 1.5
     placed = jax.device_put(logits, NamedSharding(mesh, P(None, "tp")))
-    token = jax.jit(jax.shard_map(decode.argmax, mesh=mesh, in_specs=P(None, "tp"), out_specs=P()))(placed)
+    argmax = partial(decode.argmax, lambda x: reduce(x, "tp"))
+    token = jax.jit(jax.shard_map(argmax, mesh=mesh, in_specs=P(None, "tp"), out_specs=P()))(placed)
     assert int(token) == winners[0]
 
 

@@ -1,4 +1,4 @@
-"""The CUDA backend on one GPU that several processes share; ``pytest -m gpu``.
+"""The CUDA backend on one GPU that several processes share, and on several GPUs where they are; ``pytest -m gpu``.
 
 Each launch costs seconds, so it runs many checks, and a test judges one of them. A rank that fails, hangs or
 says nothing fails every test of its launch, with its last lines.
@@ -6,7 +6,7 @@ says nothing fails every test of its launch, with its last lines.
 
 from __future__ import annotations
 
-import json
+import functools
 import os
 import subprocess
 import sys
@@ -19,6 +19,9 @@ from jax_twoshot import _launch
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("gpu")]
 
 TP = (2, 3, 4, 6, 8)
+GPUS = [n for n in (2, 4, 8) if n <= _launch.gpu_count()]
+PLACES = [("one-gpu", tp) for tp in TP] + [(place, n) for place in ("gpu-each", "one-process") for n in GPUS]
+"""Where the ranks are, and how many."""
 CALLS = {
     "setup": 1,
     "grid": 3 * (48 + 18),
@@ -38,11 +41,12 @@ OTHERS = (0, 1, 3)
 # ---- Numbers -----------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module", params=TP, ids="tp{}".format)
+@pytest.fixture(scope="module", params=PLACES, ids=lambda param: "{}-tp{}".format(*param))
 def numbers(request, gpu):
-    """Each rank's results. XLA captures programs of one call too."""
+    """Each process's results. XLA captures programs of one call too."""
+    place, tp = request.param
     env = {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_graph_min_graph_size=1"}
-    return worker.launch(request.param, [*CALLS, "digest"], env=env, timeout=280)
+    return worker.launch(tp, [*CALLS, "digest"], place=place, env=env, timeout=280)
 
 
 @pytest.mark.parametrize("check", CALLS)
@@ -55,20 +59,14 @@ def test_no_bit_is_wrong(numbers, check, figure):
 
 
 def test_the_cpu_backend_has_the_same_bits(numbers):
-    (on_cpu,) = {*cpu_results(len(numbers), "digest")["digest"]["sha256"]}
-    assert [rank["digest"]["sha256"] for rank in numbers] == [[on_cpu]] * len(numbers)
+    on_gpu = [sha256 for process in numbers for sha256 in process["digest"]["sha256"]]
+    assert on_gpu == cpu_digest(len(on_gpu))
 
 
-def cpu_results(tp, *checks):
-    done = subprocess.run(
-        [sys.executable, worker.__file__, *checks, "--cpu", str(tp)],
-        env={**os.environ, "JAX_PLATFORMS": "cpu"},
-        stdout=subprocess.PIPE,
-        text=True,
-        timeout=120,
-        check=True,
-    )
-    return json.loads(done.stdout.splitlines()[-1])
+@functools.cache
+def cpu_digest(tp):
+    (results,) = worker.launch(tp, ["digest"], place="cpu", env={"JAX_PLATFORMS": "cpu"})
+    return results["digest"]["sha256"]
 
 
 # ---- Programs and workspaces -------------------------------------------------------------------------------
