@@ -234,7 +234,8 @@ class Collectives(NamedTuple):
 
     Attributes:
       reduce: sums a BF16 or FP32 array.
-      add_and_norm: of each rank's part of a sum, the residual and the norm's scale: the new residual, normed, and itself.
+      add_and_norm: of each rank's part of a sum, the residual and the norm's scale: the new residual,
+        normed, and as it is.
     """
 
     reduce: Reduce
@@ -554,7 +555,7 @@ def check(options: argparse.Namespace) -> None:
     if not all(prompt.strip() for prompt in options.prompt or ()):
         raise OptionError("argument --prompt: must not be empty")
     if options.fused and options.reduce == "psum":
-        raise OptionError("argument --fused: all_reduce_rms_norm takes the place of all_reduce, so not with --reduce psum")
+        raise OptionError("argument --fused: all_reduce_rms_norm replaces all_reduce, so --reduce must not be psum")
     if options.launch and options.coordinator:
         raise OptionError("argument --launch: starts the processes itself, so it goes without --coordinator")
     if options.launch == "one-gpu" and options.reduce != "twoshot":
