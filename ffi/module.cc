@@ -12,6 +12,7 @@
 
 #include "all_reduce_cuda.h"
 #include "cpu_handler.h"
+#include "cute_call.h"
 #include "protocol.h"
 #include "timeout.h"
 
@@ -93,6 +94,8 @@ NB_MODULE(_extension, module) {
   });
   module.def("cuda_handlers",
              [] { return Stages(jax_twoshot::JaxTwoshotCudaInstantiate, jax_twoshot::JaxTwoshotCudaExecute); });
+  module.def("cute_handlers",
+             [] { return Stages(jax_twoshot::JaxTwoshotCuteInstantiate, jax_twoshot::JaxTwoshotCuteExecute); });
 
   // Open, looked at and closed by jax_twoshot/workspace.py.
   nb::class_<jax_twoshot::CudaWorkspace>(module, "CudaWorkspace")

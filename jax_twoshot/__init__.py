@@ -2,12 +2,13 @@
 
 from typing import NoReturn
 
-__all__ = ["Workspace", "all_reduce", "all_reduce_rms_norm"]
+__all__ = ["CuteKernel", "Workspace", "all_reduce", "all_reduce_rms_norm", "cute_call"]
 __version__ = "0.1.0"
 
 try:
     # At once, and not when first used: programs exported or compiled earlier need the handlers that this registers.
     from jax_twoshot._api import all_reduce
+    from jax_twoshot._cute_call import CuteKernel, cute_call
     from jax_twoshot._fused import all_reduce_rms_norm
     from jax_twoshot.workspace import Workspace
 except (ImportError, ValueError) as error:

@@ -280,8 +280,8 @@ GRIDS_IN_FLIGHT = 2
 """With programmatic dependent launch the next grid of a rank is resident before the last one has left."""
 
 
-def grid(chunks: int, ranks_on_device: int, sm_count: int, alone: bool = False) -> int:
-    """CTAs of one launch (R5): a pure function of its arguments, equal on every rank, and so few that all grids in
+def most_ctas(ranks_on_device: int, sm_count: int, ctas_per_sm: int, alone: bool = False) -> int:
+    """Most CTAs of one launch (R5): a pure function of its arguments, equal on every rank, and so few that all grids in
     flight of all ranks that share the GPU are resident at once.
 
     Where ranks share a GPU they also leave one SM free (a CTA goes to the emptiest SM). A rank that comes late may have
@@ -289,19 +289,25 @@ def grid(chunks: int, ranks_on_device: int, sm_count: int, alone: bool = False) 
     of 8 ranks, one for want of registers, one for want of shared memory.
 
     Args:
-      chunks: chunks of the round.
       ranks_on_device: ranks that share one GPU (1 unless several processes use one GPU).
       sm_count: multiprocessors of the GPU; on unequal GPUs, the least of the mesh.
+      ctas_per_sm: CTAs of the kernel that fit one SM.
       alone: the ranks run nothing but such launches, as a benchmark may: no SM is left free.
 
     Raises:
       ValueError: not even one CTA a rank is sure to be resident.
     """
     sharing = ranks_on_device > 1 and not alone
-    most = (sm_count - 1 if sharing else sm_count * CTAS_PER_SM) // (GRIDS_IN_FLIGHT * ranks_on_device)
+    most = (sm_count - 1 if sharing else sm_count * ctas_per_sm) // (GRIDS_IN_FLIGHT * ranks_on_device)
     if most < 1:
         raise ValueError(
             f"ranks_on_device: {ranks_on_device} ranks cannot wait for each other on one GPU of {sm_count} SMs; "
             f"at most {(sm_count - 1) // GRIDS_IN_FLIGHT} can"
         )
-    return max(1, min(ceil_div(chunks, THREADS), most))
+    return most
+
+
+def grid(chunks: int, ranks_on_device: int, sm_count: int, alone: bool = False) -> int:
+    """CTAs of one launch of the all-reduce: a thread for each of the round's ``chunks``, as far as `most_ctas` allows,
+    whose other arguments and errors these are."""
+    return max(1, min(ceil_div(chunks, THREADS), most_ctas(ranks_on_device, sm_count, CTAS_PER_SM, alone)))

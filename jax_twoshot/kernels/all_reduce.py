@@ -58,11 +58,11 @@ import inspect
 import shlex
 import tempfile
 from pathlib import Path
-from typing import NamedTuple
 
 from cutlass import Int32, Int64, Uint32, const_expr, cute
 
 from jax_twoshot.kernels import memory, oneshot, twoshot
+from jax_twoshot.kernels.build import Compiled
 from jax_twoshot.kernels.memory import Chunk
 from jax_twoshot.kernels.twoshot import Buffers, Watch
 from jax_twoshot.protocol import ALGORITHMS, CHUNK_BYTES, CTAS_PER_SM, THREADS, Format, owned_chunks
@@ -258,14 +258,6 @@ class AllReduce:
 AllReduce.kernel.set_name_prefix(
     "jax_twoshot_all_reduce", remove_cutlass_symbol=True, keep_mangled_name=False
 )
-
-
-class Compiled(NamedTuple):
-    """A kernel for one architecture: the cubin, the PTX it was assembled from, its symbol in both."""
-
-    cubin: bytes
-    ptx: str
-    symbol: str
 
 
 def compile_kernel(kernel: AllReduce, arch: str) -> Compiled:

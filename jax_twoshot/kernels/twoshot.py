@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cutlass import Boolean, Float32, Int32, Int64, Uint16, Uint32, cute, range_constexpr
+from cutlass import Boolean, Float32, Int32, Int64, Uint16, Uint32, const_expr, cute, range_constexpr
 from cutlass.cutlass_dsl import select_
 
 from jax_twoshot.kernels import memory
@@ -107,26 +107,30 @@ def push(buffers: Buffers, target: Int64, words: Chunk) -> None:
 
 
 @cute.jit
-def reduce(buffers: Buffers, index: Int32, watch: Watch) -> None:
-    """Sums the slots of this rank's chunk ``index`` into every rank's gather (R3) and re-arms them (R2)."""
+def reduce(buffers: Buffers, index: Int32, watch: Watch, deferred: bool = False) -> None:
+    """Sums the slots of this rank's chunk ``index`` into every rank's gather (R3) and re-arms them (R2), unless the
+    next call is to do that (``deferred``)."""
     slots = slots_of(buffers, Int64(index))
     chunk = buffers.rank * buffers.owned + index
     words, complete = sum_slots(buffers, slots, chunk, watch)
     if complete:
         publish_everywhere(buffers, buffers.gather_offset(buffers.generation, chunk), words)
-        for slot in slots:
-            rearm(slot, buffers.format)
+        if const_expr(not deferred):
+            for slot in slots:
+                rearm(slot, buffers.format)
 
 
 @cute.jit
-def collect(buffers: Buffers, chunk: Int32, watch: Watch) -> Chunk:
-    """Waits for the sum of ``chunk`` in this rank's gather, returns it and re-arms its place (R2)."""
+def collect(buffers: Buffers, chunk: Int32, watch: Watch, deferred: bool = False) -> Chunk:
+    """Waits for the sum of ``chunk`` in this rank's gather, returns it and re-arms its place (R2), unless the next
+    call is to do that (``deferred``)."""
     owner, _ = owner_of(buffers, chunk)
     place = buffers.base + buffers.gather_offset(buffers.generation, Int64(chunk))
     chunks, arrived = wait(buffers, watch, [place], [Uint32(1) << Uint32(owner)], COLLECT, Int64(chunk))
     words = chunks[0]  # by its own name: a branch cannot assign a name that was unpacked from a nested pattern
     if arrived:
-        rearm(place, buffers.format)
+        if const_expr(not deferred):
+            rearm(place, buffers.format)
     else:
         words = not_a_number(buffers.format)
     return words
