@@ -49,6 +49,8 @@ nb::dict ProtocolConstants() {
   constants["THREADS"] = jax_twoshot::kThreads;
   constants["CTAS_PER_SM"] = jax_twoshot::kCtasPerSm;
   constants["GRIDS_IN_FLIGHT"] = jax_twoshot::kGridsInFlight;
+  constants["NORM_THREADS"] = jax_twoshot::kNormThreads;
+  constants["NORM_MAX_BLOCKS"] = jax_twoshot::kNormMaxBlocks;
   constants["ALGORITHMS"] = nb::make_tuple(jax_twoshot::kAlgorithms[0], jax_twoshot::kAlgorithms[1]);
   constants["ONE_SHOT_SHARED_GPU"] = Limits(jax_twoshot::kOneShotSharedGpu);
   constants["ONE_SHOT_NVLINK"] = Limits(jax_twoshot::kOneShotNvlink);
@@ -111,6 +113,9 @@ NB_MODULE(_extension, module) {
   });
   module.def("cpu_handlers",
              [] { return Stages(jax_twoshot::JaxTwoshotCpuInstantiate, jax_twoshot::JaxTwoshotCpuExecute); });
+  module.def("cpu_rms_norm_handlers", [] {
+    return Stages(jax_twoshot::JaxTwoshotCpuRmsNormInstantiate, jax_twoshot::JaxTwoshotCpuRmsNormExecute);
+  });
   module.def("cuda_handlers",
              [] { return Stages(jax_twoshot::JaxTwoshotCudaInstantiate, jax_twoshot::JaxTwoshotCudaExecute); });
   module.def("cute_handlers",
