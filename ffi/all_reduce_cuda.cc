@@ -19,6 +19,7 @@ ffi::TypeId LaunchSite::id = {};
 namespace {
 
 // Mirrors kernels/all_reduce.py: the control block is four words, all zero in a new workspace.
+constexpr size_t kControlCalls = 12;
 constexpr size_t kControlBytes = 16;
 constexpr uint32_t kSlow = 1;
 constexpr uint32_t kFailed = 2;
@@ -60,7 +61,8 @@ CudaWorkspace::CudaWorkspace(int64_t id, std::string axes, Layout layout, double
       layout_(layout),
       timeout_seconds_(timeout_seconds),
       ranks_on_device_(ranks_on_device),
-      sm_count_(sm_count) {
+      sm_count_(sm_count),
+      counts_(CallCounts::Of(id)) {
   try {
     for (const RankBuffers& buffers : ranks) {
       Device& device = devices_[buffers.ordinal];
@@ -88,6 +90,7 @@ void CudaWorkspace::Prepare(Device& device, const std::vector<Cubin>& cubins) {
       "allocating the status record");
   device.status = static_cast<StatusRecord*>(status);
   std::memset(device.status, 0, sizeof(StatusRecord));
+  driver.Check(driver.cuStreamCreate(&device.side, CU_STREAM_NON_BLOCKING), "making a stream");
   for (const Cubin& cubin : cubins) {
     Kernel& kernel = device.kernels[{cubin.algorithm, cubin.format}];
     kernel.pdl = cubin.pdl;
@@ -117,6 +120,7 @@ void CudaWorkspace::Release(Device& device) {
       if (kernel.library != nullptr) driver.cuLibraryUnload(kernel.library);
     }
     if (device.control != 0) driver.cuMemFree(device.control);
+    if (device.side != nullptr) driver.cuStreamDestroy(device.side);
     if (device.status != nullptr) driver.cuMemFreeHost(device.status);
   } catch (const std::runtime_error&) {
   }
@@ -169,9 +173,22 @@ std::vector<std::string> CudaWorkspace::SlowWaits() {
     if (status.state == kSlow &&
         __atomic_compare_exchange_n(&device.status->state, &slow, 0u, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
       texts.push_back(Describe(device, status, DeadlineOf(timeout_seconds_).seconds / 10));
+      counts_->AddSlowWait();
     }
   }
   return texts;
+}
+
+int64_t CudaWorkspace::RoundsDone() {
+  const std::lock_guard<std::mutex> lock(counting_);
+  auto& [ordinal, device] = *devices_.begin();
+  const CudaDriver& driver = CudaDriver::Get();
+  const DeviceScope scope(ordinal);
+  const std::string what = "reading the control block";
+  driver.Check(
+      driver.cuMemcpyDtoHAsync(&device.status->counted, device.control + kControlCalls, kWordBytes, device.side), what);
+  driver.Check(driver.cuStreamSynchronize(device.side), what);
+  return device.status->counted;
 }
 
 std::optional<std::string> CudaWorkspace::Launch(int ordinal, CUstream stream, std::optional<Algorithm> asked,
@@ -185,6 +202,8 @@ std::optional<std::string> CudaWorkspace::Launch(int ordinal, CUstream stream, s
   Device& device = found->second;
   const int64_t itemsize = format == kFloat32.name ? kFloat32.itemsize : kBFloat16.itemsize;
   const double timeout_seconds = DeadlineOf(timeout_seconds_).seconds;
+  const bool counts = found == devices_.begin();
+  if (counts) counts_->AddCall(bytes);
 
   for (int64_t start = 0, size = 0; start < bytes; start += size) {
     const RoundPlan round =
@@ -220,6 +239,7 @@ std::optional<std::string> CudaWorkspace::Launch(int ordinal, CUstream stream, s
     const CudaDriver& driver = CudaDriver::Get();
     const CUresult launched = driver.cuLaunchKernelEx(&config, kernel->second.function, parameters.data(), nullptr);
     if (launched != 0) return "launching the kernel: " + driver.ErrorText(launched);
+    if (counts) counts_->AddRounds(round.algorithm, 1);
   }
   return std::nullopt;
 }

@@ -65,20 +65,21 @@ constexpr char kStarvation[] =
     ". Many runs in flight can also starve each other: XLA:CPU holds one thread a device for the whole of a run; call "
     "jax.block_until_ready on one result before starting the next run";
 
-ffi::ErrorOr<std::unique_ptr<CallSite>> Instantiate(int64_t, int64_t, int64_t, double, std::string_view,
+ffi::ErrorOr<std::unique_ptr<CallSite>> Instantiate(int64_t, int64_t, int64_t workspace, double, std::string_view,
                                                     std::string_view) {
   static std::atomic<int64_t> next{0};
-  return std::make_unique<CallSite>(CallSite{next.fetch_add(1)});
+  return std::make_unique<CallSite>(CallSite{next.fetch_add(1), workspace >= 0 ? CallCounts::Of(workspace) : nullptr});
 }
 
 // One rank's call, with all it needs to go on after the handler has returned.
 class PendingCall {
  public:
   PendingCall(const Meeting& meeting, Caller caller, std::shared_ptr<Mailbox> mailbox, const Arithmetic& arithmetic,
-              const void* x, void* out, int64_t bytes, const Deadline& deadline)
+              const void* x, void* out, int64_t bytes, const Deadline& deadline, std::shared_ptr<CallCounts> counts)
       : meeting_(meeting),
         caller_(std::move(caller)),
         mailbox_(std::move(mailbox)),
+        counts_(std::move(counts)),
         call_(*mailbox_, caller_.rank, arithmetic, x, out, bytes, Policy(deadline)) {}
   ~PendingCall() { MailboxRegistry::Get().Leave(meeting_); }
 
@@ -90,10 +91,12 @@ class PendingCall {
     return {deadline.seconds,
             [this](const Wait& wait) {
               std::fprintf(stderr, "jax_twoshot: warning: %s\n", Describe(caller_, *mailbox_, wait).c_str());
+              if (counts_ != nullptr) counts_->AddSlowWait();
             },
             [this, deadline](const Wait& wait) {
               failure_ = MailboxRegistry::Get().Abandon(
                   meeting_, Describe(caller_, *mailbox_, wait) + "; " + DeadlineAdvice(deadline) + kStarvation);
+              if (counts_ != nullptr) counts_->SetFailure(failure_);
               if (wait.abandoned) failure_ = "a peer gave up first: " + failure_;
             }};
   }
@@ -101,6 +104,7 @@ class PendingCall {
   const Meeting meeting_;
   const Caller caller_;
   const std::shared_ptr<Mailbox> mailbox_;
+  const std::shared_ptr<CallCounts> counts_;
   std::string failure_;
   Call call_;
 };
@@ -141,9 +145,14 @@ ffi::Future Execute(ffi::RunId run, CallSite* call_site, ffi::AnyBuffer x, ffi::
     promise.SetError(ffi::Error(ffi::ErrorCode::kAborted, "a peer gave up before this rank came: " + failure));
     return ffi::Future(promise);
   }
+  const int64_t bytes = static_cast<int64_t>(x.size_bytes());
+  if (call_site->counts != nullptr && rank == 0 && group == 0) {
+    call_site->counts->AddCall(bytes);
+    call_site->counts->AddRounds(Algorithm::kTwoShot, CeilDiv(CeilDiv(bytes, kChunkBytes), layout.capacity_chunks()));
+  }
   auto call = std::make_shared<PendingCall>(
       meeting, Caller{std::string(axes), rank, layout.tp, group, run.run_id, workspace}, std::move(mailbox),
-      *arithmetic, x.untyped_data(), out->untyped_data(), static_cast<int64_t>(x.size_bytes()), DeadlineOf(timeout));
+      *arithmetic, x.untyped_data(), out->untyped_data(), bytes, DeadlineOf(timeout), call_site->counts);
   const Progress progress = call->Advance(kPatienceSeconds);
   if (progress != Progress::kBlocked) {
     Finish(std::move(call), progress, promise);
