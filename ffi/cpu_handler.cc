@@ -101,14 +101,18 @@ constexpr char kStarvation[] =
     ". Many runs in flight can also starve each other: XLA:CPU holds one thread a device for the whole of a run; call "
     "jax.block_until_ready on one result before starting the next run";
 
-std::unique_ptr<CallSite> NewCallSite() {
+std::unique_ptr<CallSite> NewCallSite(int64_t workspace) {
   static std::atomic<int64_t> next{0};
-  return std::make_unique<CallSite>(CallSite{next.fetch_add(1)});
+  return std::make_unique<CallSite>(CallSite{next.fetch_add(1), workspace >= 0 ? CallCounts::Of(workspace) : nullptr});
 }
 
-ffi::ErrorOr<std::unique_ptr<CallSite>> Instantiate(SumAttributes) { return NewCallSite(); }
+ffi::ErrorOr<std::unique_ptr<CallSite>> Instantiate(SumAttributes attributes) {
+  return NewCallSite(attributes.workspace);
+}
 
-ffi::ErrorOr<std::unique_ptr<CallSite>> InstantiateRmsNorm(RmsNormAttributes) { return NewCallSite(); }
+ffi::ErrorOr<std::unique_ptr<CallSite>> InstantiateRmsNorm(RmsNormAttributes attributes) {
+  return NewCallSite(attributes.workspace);
+}
 
 // What a call does with the sum when it has all of it.
 using Then = std::function<void()>;
@@ -117,10 +121,11 @@ using Then = std::function<void()>;
 class PendingCall {
  public:
   PendingCall(const Meeting& meeting, Caller caller, std::shared_ptr<Mailbox> mailbox, const Arithmetic& arithmetic,
-              const Message& message, const Deadline& deadline, Then then)
+              const Message& message, const Deadline& deadline, std::shared_ptr<CallCounts> counts, Then then)
       : meeting_(meeting),
         caller_(std::move(caller)),
         mailbox_(std::move(mailbox)),
+        counts_(std::move(counts)),
         call_(*mailbox_, caller_.rank, arithmetic, message, Policy(deadline)),
         then_(std::move(then)) {}
   ~PendingCall() { MailboxRegistry::Get().Leave(meeting_); }
@@ -137,11 +142,13 @@ class PendingCall {
     return {deadline.seconds,
             [this](const Wait& wait) {
               std::fprintf(stderr, "jax_twoshot: warning: %s\n", Describe(caller_, *mailbox_, wait).c_str());
+              if (counts_ != nullptr) counts_->AddSlowWait();
             },
             [this, deadline](const Wait& wait) {
               const std::string cause =
                   wait.interrupted ? "interrupted by Ctrl-C (SIGINT)" : DeadlineAdvice(deadline) + kStarvation;
               failure_ = MailboxRegistry::Get().Abandon(meeting_, Describe(caller_, *mailbox_, wait) + "; " + cause);
+              if (counts_ != nullptr) counts_->SetFailure(failure_);
               if (wait.abandoned) failure_ = "a peer gave up first: " + failure_;
             }};
   }
@@ -149,6 +156,7 @@ class PendingCall {
   const Meeting meeting_;
   const Caller caller_;
   const std::shared_ptr<Mailbox> mailbox_;
+  const std::shared_ptr<CallCounts> counts_;
   std::string failure_;
   Call call_;
   const Then then_;
@@ -193,9 +201,14 @@ ffi::Future Sum(ffi::RunId run, const CallSite& call_site, const Arithmetic* ari
     promise.SetError(ffi::Error(ffi::ErrorCode::kAborted, "a peer gave up before this rank came: " + failure));
     return ffi::Future(promise);
   }
+  if (call_site.counts != nullptr && rank == 0 && group == 0) {
+    call_site.counts->AddCall(message.bytes);
+    call_site.counts->AddRounds(Algorithm::kTwoShot,
+                                CeilDiv(CeilDiv(message.bytes, kChunkBytes), layout.capacity_chunks()));
+  }
   Caller caller{std::string(attributes.axes), rank, layout.tp, group, run.run_id, attributes.workspace};
   auto call = std::make_shared<PendingCall>(meeting, std::move(caller), std::move(mailbox), *arithmetic, message,
-                                            DeadlineOf(attributes.timeout), std::move(then));
+                                            DeadlineOf(attributes.timeout), call_site.counts, std::move(then));
   const Progress progress = call->Advance(kPatienceSeconds);
   if (progress != Progress::kBlocked) {
     Finish(std::move(call), progress, promise);

@@ -4,7 +4,9 @@
 
 #include <atomic>
 #include <cstdint>
+#include <memory>
 
+#include "call_counts.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace jax_twoshot {
@@ -14,6 +16,7 @@ namespace jax_twoshot {
 struct CallSite {
   static xla::ffi::TypeId id;
   int64_t number;
+  std::shared_ptr<CallCounts> counts;  // null where the call is of no workspace
 };
 
 XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxTwoshotCpuInstantiate);

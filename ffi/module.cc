@@ -13,6 +13,7 @@
 #include <string>
 
 #include "all_reduce_cuda.h"
+#include "call_counts.h"
 #include "cpu_handler.h"
 #include "cute_call.h"
 #include "faults.h"
@@ -121,10 +122,21 @@ NB_MODULE(_extension, module) {
   module.def("cute_handlers",
              [] { return Stages(jax_twoshot::JaxTwoshotCuteInstantiate, jax_twoshot::JaxTwoshotCuteExecute); });
 
+  nb::class_<jax_twoshot::CallCounts>(module, "CallCounts")
+      .def_prop_ro("calls", &jax_twoshot::CallCounts::calls)
+      .def_prop_ro("bytes", &jax_twoshot::CallCounts::bytes)
+      .def_prop_ro("slow_waits", &jax_twoshot::CallCounts::slow_waits)
+      .def_prop_ro("failure", &jax_twoshot::CallCounts::failure)
+      .def("rounds", [](jax_twoshot::CallCounts& counts, const std::string& algorithm) {
+        return counts.rounds(jax_twoshot::AlgorithmNamed(algorithm).value());
+      });
+  module.def("call_counts", &jax_twoshot::CallCounts::Of);
+
   // Open, looked at and closed by jax_twoshot/workspace.py.
   nb::class_<jax_twoshot::CudaWorkspace>(module, "CudaWorkspace")
       .def("failure", &jax_twoshot::CudaWorkspace::Failure)
       .def("slow_waits", &jax_twoshot::CudaWorkspace::SlowWaits)
+      .def("rounds_done", &jax_twoshot::CudaWorkspace::RoundsDone, nb::call_guard<nb::gil_scoped_release>())
       .def("begin_reset", &jax_twoshot::CudaWorkspace::BeginReset)
       .def("clear", &jax_twoshot::CudaWorkspace::Clear)
       .def("end_reset", &jax_twoshot::CudaWorkspace::EndReset)

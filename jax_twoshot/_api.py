@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterable
 from typing import Any, NamedTuple, NoReturn
@@ -15,6 +16,8 @@ from jax.interpreters import ad, batching, mlir
 import jax_twoshot
 from jax_twoshot import _compat, _ffi, protocol, workspace
 from jax_twoshot.workspace import Workspace, axes_text, axes_tuple
+
+logger = logging.getLogger("jax_twoshot")
 
 
 def all_reduce(
@@ -231,6 +234,7 @@ batching.primitive_batchers[all_reduce_p] = _batch
 def _lower_cpu(ctx, x, rank, group, *, axes, tp, workspace, algorithm, typed):
     if _is_identity(ctx, tp):
         return [x]
+    _log_compiled(ctx, axes, "cpu", workspace)
     return jax.ffi.ffi_lowering(_ffi.TARGET)(ctx, x, rank, group, **cpu_attributes(axes, tp, workspace))
 
 
@@ -267,6 +271,7 @@ def _lower_cuda(ctx, x, rank, group, *, axes, tp, workspace, algorithm, typed):
             f"jax_twoshot.all_reduce over {axes_text(axes)}: the shard_map runs on devices {devices}, the workspace "
             f"was made for {workspace.devices}; make a Workspace with this mesh"
         )
+    _log_compiled(ctx, axes, "cuda", workspace)
     # The rank and the group are the workspace's to know: only x goes to the kernel.
     ctx = ctx.replace(avals_in=ctx.avals_in[:1])
     return jax.ffi.ffi_lowering(_ffi.TARGET)(
@@ -276,6 +281,12 @@ def _lower_cuda(ctx, x, rank, group, *, axes, tp, workspace, algorithm, typed):
         algorithm=algorithm,
         **_attributes(axes, workspace.layout),
     )
+
+
+def _log_compiled(ctx, axes: tuple[str, ...], platform: str, workspace: workspace.Handle | None) -> None:
+    operand = ctx.avals_in[0].str_short()
+    where = f"workspace {workspace.id}" if workspace else "no workspace"
+    logger.debug("all_reduce of %s over %s compiled for %s, %s", operand, axes_text(axes), platform, where)
 
 
 def _check_workspace(axes: tuple[str, ...], dtype: np.dtype, workspace: workspace.Handle | None) -> workspace.Handle:

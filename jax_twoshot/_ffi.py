@@ -123,6 +123,12 @@ def timeout_attribute(timeout: float | None) -> float:
     return -1.0 if timeout is None else timeout
 
 
+def call_counts(id: int) -> Any:
+    """What the calls of workspace ``id`` have done in this process, counted as long as anybody holds this: ``calls``,
+    ``bytes``, ``rounds(algorithm)``, ``slow_waits``, and ``failure``, the text of the last one or empty."""
+    return _extension.call_counts(id)
+
+
 def close_cuda_workspace(id: int) -> None:
     """No program compiled from now on can use the workspace."""
     _extension.close_cuda_workspace(id)

@@ -134,7 +134,7 @@ with jax_twoshot.replacing_psum() as report:
 
 
 def test_psum_form_runs_on_all_reduce_unchanged(weights):
-    """Both steps, prefill and decode, two sums a layer and one of the embedding each; the answer of the others."""
+    """Both steps, prefill and decode, two sums a layer, the embedding and the token each; the answer of the others."""
     done = run_example(
         *("smollm2_decode.py", "--reduce", "psum", "--tokens", "12", "--prompt", CAPITAL),
         launcher=("-c", REPLACING_PSUM),
@@ -142,7 +142,7 @@ def test_psum_form_runs_on_all_reduce_unchanged(weights):
     )
     assert done.returncode == 0, done.stderr
     assert f"> {CAPITAL}\nThe capital of France is Paris.\n\nlax.psum " in done.stdout
-    assert f"\npsum: {2 * (2 * decode.LAYERS + 1)} served by all_reduce, 0 passed on\n" in done.stdout
+    assert f"\npsum: {2 * (2 * decode.LAYERS + 2)} served by all_reduce, 0 passed on\n" in done.stdout
 
 
 @pytest.mark.parametrize("options", [["--tp", "1"], ["--fused"]], ids=["one rank", "fused"])

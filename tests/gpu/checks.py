@@ -275,8 +275,13 @@ def capture(job: Job) -> dict[str, Any]:
             result = jax.block_until_ready(program(placed))
             tally.add(f"run {run}", result, want)
             del result
-        counted = tally.result()
-    return counted | {"launches": runs * CAPTURED_CALLS, "handler_calls": _ffi.cuda_handler_calls() - before}
+        counted, stats = tally.result(), workspace.stats()
+    return counted | {
+        "launches": runs * CAPTURED_CALLS,
+        "handler_calls": _ffi.cuda_handler_calls() - before,
+        "rounds": stats.rounds,
+        "counted": [stats.calls, sum(stats.algorithms.values()), stats.bytes],
+    }
 
 
 def profile(job: Job) -> dict[str, Any]:
@@ -506,7 +511,7 @@ class _Warnings(logging.Handler):
 
 def slow(job: Job) -> dict[str, Any]:
     """One rank is late by a third of the deadline: the others log it, and all is right."""
-    random, tally, warnings = np.random.default_rng(11), Tally(), _Warnings()
+    random, tally, warnings, asked = np.random.default_rng(11), Tally(), _Warnings(), []
     logging.getLogger("jax_twoshot").addHandler(warnings)
     with small_workspace(job) as workspace:
         program = sum_program(job, workspace)
@@ -516,14 +521,21 @@ def slow(job: Job) -> dict[str, Any]:
             job.barrier()
             if call in (1, 3) and LATE in job.here:
                 time.sleep(_deadline() / 3)
-            result = jax.block_until_ready(program(placed))
-            tally.add(f"call {call}", result, reference.all_reduce(parts))
+            result = program(placed)
+            # While it waits for the late rank: asking waits for nothing.
+            asked.append([workspace.stats().rounds, bool(result.is_ready())])
+            tally.add(f"call {call}", jax.block_until_ready(result), reference.all_reduce(parts))
             job.barrier()
         time.sleep(1)  # the log is written by a thread that looks twice a second
         workspace.check()
-        counted = tally.result()
+        counted, stats = tally.result(), workspace.stats()
     logging.getLogger("jax_twoshot").removeHandler(warnings)
-    return counted | {"warnings": warnings.texts}
+    return counted | {
+        "warnings": warnings.texts,
+        "asked": asked,
+        "rounds": stats.rounds,
+        "slow waits": stats.slow_waits,
+    }
 
 
 def absent(job: Job) -> dict[str, Any]:
@@ -620,6 +632,7 @@ def _without_one(job: Job, act: Callable[[], dict[str, Any]], after: Callable[[]
         "numbers in the result": _numbers(lambda: one(placed)),
         "waited": round(time.monotonic() - start, 2),
         "check": _refusal(workspace.check, RuntimeError),
+        "stats": workspace.stats().failure,
         "replay": _numbers(lambda: many(placed)[-1]),
         "next call": _numbers(lambda: one(placed)),
     }

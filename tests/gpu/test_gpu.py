@@ -87,6 +87,14 @@ def test_a_replayed_launch_does_not_call_the_handler(lifetime, figure):
         assert 0 < result["handler_calls"] < result["launches"] / 2
 
 
+def test_stats_count_replays_on_the_device(lifetime, figure):
+    figure([(r["capture"]["rounds"], r["capture"]["counted"]) for r in lifetime])
+    for result in (rank["capture"] for rank in lifetime):
+        assert result["rounds"] == result["launches"]
+        handled = result["handler_calls"]
+        assert result["counted"] == [handled, handled, handled * 3 * 2880 * 2]
+
+
 @pytest.mark.parametrize(
     ("mistake", "words"),
     [
@@ -137,6 +145,16 @@ def test_a_slow_rank_is_logged_and_nothing_else_happens(late, figure):
     for rank in OTHERS:
         warnings = late[rank]["slow"]["warnings"]
         assert sum(f"rank {rank} of 4 waits for rank 2 (" in text for text in warnings) >= 2, warnings
+
+
+def test_stats_wait_for_nothing_and_count_slow_waits(late, figure):
+    """Asked in a call that waits for the late rank: the round is not over, nor is the result there."""
+    figure([rank["slow"]["asked"] for rank in late])
+    for rank in OTHERS:
+        seen = late[rank]["slow"]
+        assert [seen["asked"][1], seen["asked"][3]] == [[1, False], [3, False]]
+        assert seen["rounds"] == 4 and seen["slow waits"] >= 2
+        assert "waits for rank 2" in late[rank]["absent"]["stats"]
 
 
 def test_a_rank_that_never_calls_is_named(late, figure):
