@@ -18,7 +18,7 @@ struct WaitText {
   int64_t chunk;
 };
 
-// "jax_twoshot.all_reduce over AXES: rank R of TP waits for ranks ... (phase ..., generation ..., chunk ...)".
+// "jax_twoshot over AXES: rank R of TP waits for ranks ... (phase ..., generation ..., chunk ...)".
 std::string DescribeWait(const WaitText& wait);
 
 // What to look at once a deadline has passed.
