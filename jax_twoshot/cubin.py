@@ -187,12 +187,6 @@ class Kernel:
         for field, allowed in (("format", tuple(FORMATS)), ("arch", ARCHS), ("owners", (1, self.tp))):
             if getattr(self, field) not in allowed:
                 raise ValueError(f"{field}: {self.class_name} can be for {allowed}, got {getattr(self, field)!r}")
-        for name, value in self.parameters:
-            if not isinstance(value, (str, int, float)):
-                raise ValueError(
-                    f"parameters: {name} of {self.class_name} must be a str, int, bool or float, since it is part of "
-                    f"the cubin's name; got {type(value).__name__}"
-                )
         if self.multicast and not _has_pdl_and_multicast(self.arch):
             raise ValueError(f"multicast: needs sm_90a or later, got arch {self.arch!r}; use multicast=False")
 
