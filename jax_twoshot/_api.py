@@ -215,11 +215,7 @@ def _lower_cuda(ctx, x, rank, group, *, axes, tp, workspace, algorithm, typed):
     if _is_identity(ctx, tp):
         return [x]
     if workspace is None:
-        raise ValueError(
-            f"jax_twoshot.all_reduce over {axes_text(axes)}: on CUDA it needs a workspace made before the first call; "
-            f"none is open for these axes of this mesh and dtype {ctx.avals_in[0].dtype.name}. Make one on every "
-            "process and keep it: ws = jax_twoshot.Workspace(mesh, axis_name, rows=..., width=..., dtype=...)"
-        )
+        raise no_workspace(f"jax_twoshot.all_reduce over {axes_text(axes)}", ctx.avals_in[0].dtype)
     devices = _compat.lowering_devices(ctx)
     if devices is not None and devices != workspace.devices:
         raise ValueError(
@@ -234,6 +230,15 @@ def _lower_cuda(ctx, x, rank, group, *, axes, tp, workspace, algorithm, typed):
         workspace=np.int64(workspace.id),
         algorithm=algorithm,
         **_attributes(axes, workspace.layout),
+    )
+
+
+def no_workspace(what: str, dtype: Any) -> ValueError:
+    """What a call on CUDA raises that has no buffers; ``what`` names it and its axes."""
+    return ValueError(
+        f"{what}: on CUDA it needs a workspace made before the first call; none is open for these axes of this mesh "
+        f"and dtype {dtype.name}. Make one on every process and keep it: "
+        "ws = jax_twoshot.Workspace(mesh, axis_name, rows=..., width=..., dtype=...)"
     )
 
 
