@@ -126,7 +126,8 @@ def check(x: jax.Array, axis_name: str | tuple[str, ...], platform: str) -> None
     if platform == "cpu":
         cpu_attributes(axes.names, axes.tp, handle)
     elif platform == "gpu":
-        _check_workspace(axes.names, x.dtype, handle)
+        if handle is None:
+            raise no_workspace(f"jax_twoshot.all_reduce over {axes_text(axes.names)}", x.dtype)
     else:
         _refuse_platform(platform)
 
@@ -264,7 +265,8 @@ def cpu_attributes(axes: tuple[str, ...], tp: int, workspace: workspace.Handle |
 def _lower_cuda(ctx, x, rank, group, *, axes, tp, workspace, algorithm, typed):
     if _is_identity(ctx, tp):
         return [x]
-    workspace = _check_workspace(axes, ctx.avals_in[0].dtype, workspace)
+    if workspace is None:
+        raise no_workspace(f"jax_twoshot.all_reduce over {axes_text(axes)}", ctx.avals_in[0].dtype)
     devices = _compat.lowering_devices(ctx)
     if devices is not None and devices != workspace.devices:
         raise ValueError(
@@ -289,14 +291,13 @@ def _log_compiled(ctx, axes: tuple[str, ...], platform: str, workspace: workspac
     logger.debug("all_reduce of %s over %s compiled for %s, %s", operand, axes_text(axes), platform, where)
 
 
-def _check_workspace(axes: tuple[str, ...], dtype: np.dtype, workspace: workspace.Handle | None) -> workspace.Handle:
-    if workspace is None:
-        raise ValueError(
-            f"jax_twoshot.all_reduce over {axes_text(axes)}: on CUDA it needs a workspace made before the first call; "
-            f"none is open for these axes of this mesh and dtype {dtype.name}. Make one on every "
-            "process and keep it: ws = jax_twoshot.Workspace(mesh, axis_name, rows=..., width=..., dtype=...)"
-        )
-    return workspace
+def no_workspace(what: str, dtype: Any) -> ValueError:
+    """What a call on CUDA raises that has no buffers; ``what`` names it and its axes."""
+    return ValueError(
+        f"{what}: on CUDA it needs a workspace made before the first call; none is open for these axes of this mesh "
+        f"and dtype {dtype.name}. Make one on every process and keep it: "
+        "ws = jax_twoshot.Workspace(mesh, axis_name, rows=..., width=..., dtype=...)"
+    )
 
 
 def _attributes(axes: tuple[str, ...], layout: protocol.Layout) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -11,8 +12,8 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from jax_twoshot import _api, _compat, _ffi, protocol, workspace
-from jax_twoshot.workspace import Workspace
+from jax_twoshot import _api, _compat, _cute_call, _ffi, cubin, protocol, workspace
+from jax_twoshot.workspace import Workspace, axes_text
 
 
 def all_reduce_rms_norm(
@@ -200,6 +201,49 @@ def _lower_cpu(ctx, x, residual, weight, rank, group, *, axes, tp, workspace, ty
     return lower(ctx, x, residual, weight, rank, group, eps=np.float32(eps), **attributes)
 
 
+def _lower_cuda(ctx, x, residual, weight, rank, group, **params):
+    what = f"jax_twoshot.{_NAME} over {axes_text(params['axes'])}"
+    aval, workspace = ctx.avals_in[0], params["workspace"]
+    if workspace is None or workspace.gpu is None:
+        raise _api.no_workspace(what, aval.dtype)
+    fmt = protocol.FORMATS[aval.dtype.name]
+    row_chunks = fmt.chunks(aval.shape[-1])
+    rows = math.prod(aval.shape[:-1])
+    most_rows = workspace.layout.capacity_chunks // row_chunks
+    if most_rows == 0:
+        raise ValueError(
+            f"{what}: the workspace must hold a row, {aval.shape[-1]} elements, it holds "
+            f"{workspace.layout.capacity_chunks * fmt.chunk}; make a Workspace with this width"
+        )
+    if rows > most_rows:
+        rounds = mlir.lower_fun(functools.partial(_in_rounds, most_rows, params), multiple_results=True)
+        return rounds(ctx, x, residual, weight, rank, group)
+    gpu, chunks = workspace.gpu, rows * row_chunks
+    (one,) = protocol.rounds(workspace.layout, chunks, "auto", gpu.ranks_on_device, gpu.multicast)
+    blocks, _ = protocol.norm_blocks(row_chunks)
+    kernel = cubin.rms_norm_kernel(params["tp"], fmt.name, gpu.multicast, gpu.arch, one.algorithm, blocks)
+    most_ctas = protocol.most_ctas(gpu.ranks_on_device, gpu.sm_count, kernel.ctas_per_sm)
+    return _cute_call.lower(
+        ctx.replace(avals_in=ctx.avals_in[:3]),  # the rank and the group are the workspace's to know
+        [x, residual, weight],
+        kernel=kernel,
+        workspace=workspace,
+        grid=min(max(rows, protocol.ceil_div(chunks, kernel.threads)), most_ctas),
+        scalars=[rows, row_chunks, int(np.float32(params["eps"]).view(np.int32))],
+        what=what,
+    )
+
+
+def _in_rounds(most_rows, params, x, residual, weight, *place):
+    """Whole rows of what is larger than the workspace, a launch for each."""
+    flat = [array.reshape(-1, x.shape[-1]) for array in (x, residual)]
+    calls = [
+        all_reduce_rms_norm_p.bind(*(array[start : start + most_rows] for array in flat), weight, *place, **params)
+        for start in range(0, len(flat[0]), most_rows)
+    ]
+    return [jnp.concatenate(results).reshape(x.shape) for results in zip(*calls, strict=True)]
+
+
 def _lower_other(ctx, *operands, **_):
     raise NotImplementedError(
         f"jax_twoshot.{_NAME} runs on CPU and CUDA devices, not on {ctx.module_context.platforms}; use jax.lax.psum "
@@ -209,3 +253,4 @@ def _lower_other(ctx, *operands, **_):
 
 mlir.register_lowering(all_reduce_rms_norm_p, _lower_other)
 mlir.register_lowering(all_reduce_rms_norm_p, _lower_cpu, platform="cpu")
+mlir.register_lowering(all_reduce_rms_norm_p, _lower_cuda, platform="cuda")

@@ -37,7 +37,7 @@ from urllib.parse import quote
 import filelock
 
 from jax_twoshot import _settings
-from jax_twoshot.protocol import ALGORITHMS, FORMATS
+from jax_twoshot.protocol import ALGORITHMS, FORMATS, NORM_MAX_BLOCKS, NORM_THREADS
 
 if TYPE_CHECKING:
     from jax_twoshot.kernels.build import Compiled
@@ -448,6 +448,37 @@ def variants(archs: Iterable[str]) -> list[Variant]:
     ]
 
 
+def rms_norm_kernel(
+    tp: int, format: str, multicast: bool, arch: str, algorithm: str, blocks: int, *, owners: int | None = None
+) -> Kernel:
+    """The kernel of ``all_reduce_rms_norm`` for rows of ``blocks`` blocks (`protocol.norm_blocks`)."""
+    return Kernel(
+        source="jax_twoshot.kernels.rms_norm",
+        class_name="AllReduceRmsNorm",
+        parameters=(("algorithm", algorithm), ("blocks", blocks)),
+        addresses=5,
+        scalars=3,
+        tp=tp,
+        owners=owners or tp,
+        format=format,
+        multicast=multicast,
+        deferred=False,
+        threads=NORM_THREADS,
+        ctas_per_sm=1,
+        shared_memory=0,
+        arch=arch,
+    )
+
+
+def rms_norm_kernels(archs: Iterable[str]) -> list[Kernel]:
+    """Every kernel of ``all_reduce_rms_norm`` for these targets."""
+    return [
+        rms_norm_kernel(v.tp, v.format, v.multicast, v.arch, v.algorithm, blocks)
+        for v in variants(archs)
+        for blocks in range(1, NORM_MAX_BLOCKS + 1)
+    ]
+
+
 def compile_all(
     archs: Iterable[str], out_dir: Path, progress: Callable[[int, int, Cubin], None] | None = None
 ) -> list[Cubin]:
@@ -457,7 +488,7 @@ def compile_all(
       CubinError: the compiler is not installed.
       ValueError: an unknown target.
     """
-    return compile_into(variants(archs), out_dir, progress)
+    return compile_into([*variants(archs), *rms_norm_kernels(archs)], out_dir, progress)
 
 
 def compile_into(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,7 +17,8 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import jax_twoshot
-from jax_twoshot import protocol, reference
+from jax_twoshot import cubin, protocol, reference
+from jax_twoshot.workspace import Gpus
 
 EPS = 1e-5
 SPECIAL = [0.0, -0.0, 1e-45, -1e-40, 1e38, -3e38, np.inf, -np.inf, np.nan, 1.0, -1e-8]
@@ -270,3 +273,43 @@ class TestErrors:
     def test_unknown_axis(self) -> None:
         ones = np.ones((2, 16), np.float32)
         assert "'z'" in self.trace(ones, ones, ones[0], axis_name="z")
+
+
+class TestCuda:
+    """What is compiled for GPUs; it runs in ``tests/gpu``."""
+
+    @pytest.fixture
+    def workspace(self) -> Iterator[jax_twoshot.Workspace]:
+        """As on a mesh of four GPUs."""
+        with jax_twoshot.Workspace(cpu_mesh(4), "tp", rows=64, width=4096) as workspace:
+            workspace.handle = replace(workspace.handle, gpu=Gpus("sm_90a", False, 1, 132))
+            yield workspace
+
+    def lower(self, rows: int, width: int) -> str:
+        f = jax.shard_map(rms_norm, mesh=cpu_mesh(4), in_specs=(P(None, "tp"), P(), P()), out_specs=P())
+        shapes = ((rows, 4 * width), (rows, width), (width,))
+        traced = jax.jit(f).trace(*(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes))
+        return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+    @pytest.mark.parametrize(("rows", "grids"), [(1, [1]), (64, [64]), (150, [64, 64, 22])])
+    def test_a_launch_for_each_round_of_whole_rows(self, rows: int, grids: list[int], workspace: Any) -> None:
+        text = self.lower(rows, 4096)
+        assert text.count("@jax_twoshot_cute_call") == len(grids)
+        assert [int(grid) for grid in re.findall(r"\bgrid = (\d+)", text)] == grids
+
+    def test_a_row_that_does_not_fit(self, workspace: Any) -> None:
+        workspace.handle = replace(workspace.handle, layout=protocol.Layout(4, 100))
+        with pytest.raises(ValueError, match="the workspace must hold a row, 4096 elements, it holds 3200"):
+            self.lower(1, 4096)
+
+    def test_no_workspace(self) -> None:
+        with pytest.raises(ValueError, match="all_reduce_rms_norm over axis 'tp': on CUDA it needs a workspace"):
+            self.lower(1, 4096)
+
+    @pytest.mark.parametrize("algorithm", protocol.ALGORITHMS)
+    @pytest.mark.parametrize(("tp", "name", "blocks"), [(2, "bfloat16", 1), (8, "bfloat16", 2), (4, "float32", 2)])
+    def test_no_rounding_is_left_to_the_compiler(self, tp: int, name: str, blocks: int, algorithm: str) -> None:
+        compiled = cubin.rms_norm_kernel(tp, name, False, "sm_90a", algorithm, blocks).compile()
+        assert not re.findall(r"\bfma|\.ftz|\.approx|\bmad\.rn\.f32", compiled.ptx)
+        assert len(re.findall(r"\bsqrt\.rn\.f32", compiled.ptx)) == 1
+        assert len(re.findall(r"\bdiv\.rn\.f32", compiled.ptx)) == 2

@@ -9,9 +9,10 @@ element by element, then its elements in pairs, then the lanes of a warp, then t
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
-from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr, cute
+from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr, cute, range_constexpr
 
 from jax_twoshot.kernels import launch, memory, oneshot, twoshot
 from jax_twoshot.kernels.launch import Arguments, Call
@@ -23,7 +24,8 @@ WARPS = NORM_THREADS // WARP
 
 
 class AllReduceRmsNorm:
-    """The kernel; a launch has blocks of `protocol.NORM_THREADS`.
+    """The kernel; a launch has blocks of `protocol.NORM_THREADS`. In the stand-in for one GPU ``x`` has an axis of
+    ranks in front.
 
     Attributes:
       one_shot: every rank sums every chunk, else its owner.
@@ -52,13 +54,16 @@ class AllReduceRmsNorm:
         cta, ctas = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
         thread, threads = cta * NORM_THREADS + lane, ctas * NORM_THREADS
         chunks = rows * row_chunks
+        part_bytes = Int64(chunks) * CHUNK_BYTES
         partials = cute.make_tensor(cute.arch.alloc_smem(Float32, 2 * WARPS), cute.make_layout(2 * WARPS))
 
         launch.wait_for_predecessor(arguments)
         words = load(x, thread, thread < chunks)
         call = launch.begin(arguments, chunks)
         for chunk in range(thread, chunks, threads):
-            self.push(call, chunk, words)
+            self.push(call, chunk, words, 0)
+            for part in range_constexpr(1, arguments.parts):
+                self.push(call, chunk, load(x + part * part_bytes, chunk, Boolean(True)), part)
             words = load(x, chunk + threads, chunk + threads < chunks)
         launch.settle(call)
         if const_expr(not self.one_shot):
@@ -80,12 +85,13 @@ class AllReduceRmsNorm:
         launch.advance(call, before)
 
     @cute.jit
-    def push(self, call: Call, chunk: Int32, words: Chunk) -> None:
+    def push(self, call: Call, chunk: Int32, words: Chunk, part: int) -> None:
         if const_expr(self.one_shot):
             if call.alive:
-                oneshot.push(call.buffers, oneshot.aim(call.buffers, chunk), words)
+                buffers = dataclasses.replace(call.buffers, rank=call.buffers.rank + part)
+                oneshot.push(buffers, oneshot.aim(buffers, chunk), words)
         else:
-            launch.push(call, chunk, words)
+            launch.push(call, chunk, words, part)
 
     @cute.jit
     def reduce(self, call: Call, index: Int32, residual: Int64) -> None:

@@ -48,6 +48,10 @@ KERNELS = Path(__file__).with_name("kernels.py")
 SOAK_CALLS = 64
 """Calls of a soak's program."""
 WORKSPACES = 200
+FUSED_SHAPES = ((1, 7168), (6, 7168), (3, 576), (64, 7168), (2, 4096), (12, 2880), (31, 4096), (1, 16384), (70, 7168))
+"""The last is larger than the workspace."""
+LAYERS = 24
+EPS = 1e-5
 
 
 # ---- Counting ----------------------------------------------------------------------------------------------
@@ -311,6 +315,74 @@ def profile(job: Job) -> dict[str, Any]:
     ours = {name: count for name, count in names.items() if "AllReduce" in name or "all_reduce" in name}
     graphs = {name: count for name, count in names.items() if "GraphLaunch" in name or "LaunchKernel" in name}
     return {"handler_calls": _ffi.cuda_handler_calls() - before, "kernels": ours, "host": graphs}
+
+
+# ---- Fused layers ------------------------------------------------------------------------------------------
+
+
+def rms_norm(job: Job) -> dict[str, Any]:
+    """``all_reduce_rms_norm``: sizes that walk, and layers that follow each other, unrolled and in ``lax.scan``."""
+    random, tally = np.random.default_rng(12), Tally()
+    with jax_twoshot.Workspace(job.mesh, "tp", rows=64, width=7168) as workspace:
+
+        def call(x: jax.Array, residual: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
+            return jax_twoshot.all_reduce_rms_norm(x, residual, weight, "tp", eps=EPS, workspace=workspace)
+
+        program = job.program(call)
+        for run in range(job.runs(270)):
+            shape = FUSED_SHAPES[run % len(FUSED_SHAPES)]
+            x, residual, weight = values(random, job.tp, *shape), values(random, *shape), values(random, shape[-1])
+            if run % 3 == 0:
+                job.hold_up_one(random)
+            got = program(job.place(x), _everywhere(job, residual), _everywhere(job, weight))
+            for what, result, want in zip(
+                ("normalised", "residual"), got, reference.all_reduce_rms_norm(x, residual, weight, EPS), strict=True
+            ):
+                tally.add(f"run {run} of {shape}, {what}", result, want)
+        _run_layers(job, call, random, tally)
+    return tally.result()
+
+
+def _everywhere(job: Job, array: np.ndarray) -> jax.Array:
+    """The same on each rank."""
+    return job.place(np.broadcast_to(array, (job.tp, *array.shape)))
+
+
+def _run_layers(job: Job, call: Callable, random: np.random.Generator, tally: Tally) -> None:
+    def layer(carry: tuple[jax.Array, ...], weight: jax.Array) -> Any:
+        y, residual = call(*carry, weight)
+        return (feed(y, carry[0]), residual), (y, residual)
+
+    def unrolled(x: jax.Array, residual: jax.Array, weight: jax.Array) -> Any:
+        carry, results = (x, residual), []
+        for _ in range(LAYERS):
+            carry, result = layer(carry, weight)
+            results.append(result)
+        return tuple(jnp.stack(each) for each in zip(*results, strict=True))
+
+    def scanned(x: jax.Array, residual: jax.Array, weight: jax.Array) -> Any:
+        return lax.scan(lambda carry, _: layer(carry, weight), (x, residual), length=LAYERS)[1]
+
+    programs = {"unrolled": job.program(unrolled), "scan": job.program(scanned)}
+    for run in range(job.runs(30)):
+        x, residual, weight = values(random, job.tp, *SHAPE), values(random, *SHAPE), values(random, SHAPE[-1])
+        want = _layers(x, residual, weight)
+        operands = job.place(x), _everywhere(job, residual), _everywhere(job, weight)
+        for name, program in programs.items():
+            if run % 2:
+                job.hold_up_one(random)
+            for what, result, each in zip(("normalised", "residual"), program(*operands), want, strict=True):
+                tally.add(f"{name}, run {run}, {what}", result, each)
+
+
+def _layers(x: np.ndarray, residual: np.ndarray, weight: np.ndarray) -> list[np.ndarray]:
+    scale = np.where(np.arange(len(x)) % 2 == 0, 0.5, -0.25).astype(x.dtype).reshape(-1, 1, 1)
+    results = []
+    for _ in range(LAYERS):
+        results.append(reference.all_reduce_rms_norm(x, residual, weight, EPS))
+        y, residual = results[-1]
+        x = y * scale + x
+    return [np.stack(each) for each in zip(*results, strict=True)]
 
 
 # ---- Soak --------------------------------------------------------------------------------------------------

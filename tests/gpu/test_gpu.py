@@ -30,6 +30,7 @@ CALLS = {
     "walk": 2000,
     "loops": 30 * 2,
     "kept": 300 * 5,
+    "rms_norm": 270 * 2 + 30 * 2 * 2,
     "soak": 20_032,
 }
 """Calls that each check must have compared."""
