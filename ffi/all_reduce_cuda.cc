@@ -20,6 +20,7 @@ namespace {
 
 // Mirrors kernels/launch.py: the control block is eight words, all zero in a new workspace.
 constexpr size_t kControlBytes = 32;
+constexpr size_t kControlCalls = 12;
 constexpr uint32_t kSlow = 1;
 constexpr uint32_t kFailed = 2;
 constexpr uint32_t kReduce = 1;
@@ -89,7 +90,8 @@ CudaWorkspace::CudaWorkspace(int64_t id, std::string axes, Layout layout, double
       timeout_seconds_(timeout_seconds),
       one_shot_bytes_(one_shot_bytes),
       ranks_on_device_(ranks_on_device),
-      sm_count_(sm_count) {
+      sm_count_(sm_count),
+      counts_(CallCounts::Of(id)) {
   try {
     for (const RankBuffers& buffers : ranks) {
       Device& device = devices_[buffers.ordinal];
@@ -117,6 +119,7 @@ void CudaWorkspace::Prepare(Device& device, const std::vector<Cubin>& cubins) {
       "allocating the status record");
   device.status = static_cast<StatusRecord*>(status);
   std::memset(device.status, 0, sizeof(StatusRecord));
+  driver.Check(driver.cuStreamCreate(&device.side, CU_STREAM_NON_BLOCKING), "making a stream");
   for (const Cubin& cubin : cubins) {
     Kernel& kernel = device.kernels[{cubin.algorithm, cubin.format}];
     kernel.pdl = cubin.pdl;
@@ -133,6 +136,7 @@ void CudaWorkspace::Release(Device& device) {
     for (auto& [name, kernel] : device.kernels) UnloadKernel(kernel);
     for (auto& [image, kernel] : loaded_) UnloadKernel(kernel[device.buffers.ordinal]);
     if (device.control != 0) driver.cuMemFree(device.control);
+    if (device.side != nullptr) driver.cuStreamDestroy(device.side);
     if (device.status != nullptr) driver.cuMemFreeHost(device.status);
   } catch (const std::runtime_error&) {
   }
@@ -185,9 +189,22 @@ std::vector<std::string> CudaWorkspace::SlowWaits() {
     if (status.state == kSlow &&
         __atomic_compare_exchange_n(&device.status->state, &slow, 0u, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
       texts.push_back(Describe(device, status, DeadlineOf(timeout_seconds_).seconds / 10));
+      counts_->AddSlowWait();
     }
   }
   return texts;
+}
+
+int64_t CudaWorkspace::RoundsDone() {
+  const std::lock_guard<std::mutex> lock(counting_);
+  auto& [ordinal, device] = *devices_.begin();
+  const CudaDriver& driver = CudaDriver::Get();
+  const DeviceScope scope(ordinal);
+  const std::string what = "reading the control block";
+  driver.Check(
+      driver.cuMemcpyDtoHAsync(&device.status->counted, device.control + kControlCalls, kWordBytes, device.side), what);
+  driver.Check(driver.cuStreamSynchronize(device.side), what);
+  return device.status->counted;
 }
 
 std::optional<std::string> CudaWorkspace::Launch(int ordinal, CUstream stream, std::optional<Algorithm> asked,
@@ -197,6 +214,8 @@ std::optional<std::string> CudaWorkspace::Launch(int ordinal, CUstream stream, s
   if (found == devices_.end()) return NotThisDevice(ordinal);
   Device& device = found->second;
   const int64_t itemsize = format == kFloat32.name ? kFloat32.itemsize : kBFloat16.itemsize;
+  const bool counts = found == devices_.begin();
+  if (counts) counts_->AddCall(bytes);
 
   for (int64_t start = 0, size = 0; start < bytes; start += size) {
     const RoundPlan round = NextRound(layout_, CeilDiv(bytes - start, kChunkBytes), asked, one_shot_bytes_);
@@ -210,6 +229,7 @@ std::optional<std::string> CudaWorkspace::Launch(int ordinal, CUstream stream, s
         Launch(device, stream, kernel->second, Grid(round.chunks, ranks_on_device_, sm_count_, alone), kThreads, 0,
                {&x_address, &out_address, &elements});
     if (launched != 0) return "launching the kernel: " + CudaDriver::Get().ErrorText(launched);
+    if (counts) counts_->AddRounds(round.algorithm, 1);
   }
   return std::nullopt;
 }

@@ -13,6 +13,7 @@
 #include <utility>
 #include <vector>
 
+#include "call_counts.h"
 #include "cuda_driver.h"
 #include "protocol.h"
 #include "xla/ffi/api/ffi.h"
@@ -44,8 +45,8 @@ struct StatusRecord {
   uint32_t generation;
   uint32_t chunk;  // of the round
   uint32_t missing[2];
-  uint32_t calls;  // rounds before this one, modulo 2^32
-  uint32_t unused;
+  uint32_t calls;    // rounds before this one, modulo 2^32
+  uint32_t counted;  // not the kernel's: where RoundsDone copies to
 };
 
 // A compiled kernel that is no all-reduce, and what it takes of an SM.
@@ -89,6 +90,10 @@ class CudaWorkspace {
   // What every rank of this process that waits for long waits for; each wait is told of once.
   std::vector<std::string> SlowWaits();
 
+  // Rounds that the first device of this process has finished since the workspace was made or reset, modulo 2^32, also
+  // those that XLA replayed without calling the handler. Waits for no call; throws with the driver's text.
+  int64_t RoundsDone();
+
   // One launch a round of the message, on `stream` of device `ordinal`. An error text, or nothing. `asked` is nothing
   // where each round is to take the algorithm that is faster for it; `alone` is Grid's.
   std::optional<std::string> Launch(int ordinal, CUstream stream, std::optional<Algorithm> asked,
@@ -116,6 +121,7 @@ class CudaWorkspace {
     RankBuffers buffers;
     CUdeviceptr control = 0;
     StatusRecord* status = nullptr;
+    CUstream side = nullptr;  // for what must not wait for the calls in flight
     std::map<std::pair<Algorithm, std::string>, Kernel> kernels;
   };
 
@@ -134,6 +140,8 @@ class CudaWorkspace {
   int ranks_on_device_;
   int sm_count_;
   std::atomic<bool> resetting_{false};
+  const std::shared_ptr<CallCounts> counts_;
+  std::mutex counting_;
   std::map<int, Device> devices_;
   std::mutex loading_;
   std::map<std::pair<std::string, int>, KernelOnDevices> loaded_;  // by code and shared memory

@@ -58,6 +58,14 @@ struct Layout {
 // Chunks that each rank owns of a round of `chunks`; the last owners may have fewer, or none.
 inline constexpr int64_t OwnedChunks(int64_t chunks, int tp) { return CeilDiv(chunks, tp); }
 
+inline constexpr int kNormThreads = 512;
+inline constexpr int kNormMaxBlocks = 4;
+
+// Chunks of each of the blocks into which a row is cut for its sum of squares.
+inline constexpr int64_t NormBlockChunks(int64_t row_chunks) {
+  return CeilDiv(row_chunks, CeilDiv(row_chunks, kNormThreads));
+}
+
 enum class Algorithm { kTwoShot, kOneShot };
 inline constexpr std::array<const char*, 2> kAlgorithms{"two_shot", "one_shot"};
 

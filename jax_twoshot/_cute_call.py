@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import os
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,14 +29,23 @@ class CuteKernel:
       source: the module, or the path of the ``.py`` file, in which the class is. A file is run to get it.
       class_name: the class, at the top level of its file.
       parameters: (name, value) of the keyword arguments that make one, each a str, int, bool or float.
+
+    Raises:
+      TypeError: a parameter of another type.
     """
 
     source: str
     class_name: str
     parameters: tuple[tuple[str, str | int | bool | float], ...]
 
-    def __init__(self, source: str, class_name: str, **parameters: str | int | bool | float) -> None:
-        object.__setattr__(self, "source", source)
+    def __init__(self, source: str | os.PathLike, class_name: str, **parameters: str | int | bool | float) -> None:
+        for name, value in parameters.items():
+            if not isinstance(value, (str, int, float)):
+                raise TypeError(
+                    f"CuteKernel: parameter {name} of {class_name} must be a str, int, bool or float, since it is part "
+                    f"of the cubin's name; got {value!r}"
+                )
+        object.__setattr__(self, "source", os.fspath(source))
         object.__setattr__(self, "class_name", class_name)
         object.__setattr__(self, "parameters", tuple(parameters.items()))
 
@@ -188,7 +198,7 @@ cute_call_p.multiple_results = True
 def _abstract_eval(*operands, call):
     everywhere = frozenset[str]().union(*(_compat.varying(x) for x in operands))
     axes = everywhere if call.varying is None else call.varying
-    return [_compat.with_varying(jax.core.ShapedArray(shape, dtype), axes) for shape, dtype in call.results]
+    return [_compat.array_type(shape, dtype, axes) for shape, dtype in call.results]
 
 
 def compile_kernel(

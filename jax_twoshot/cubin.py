@@ -37,7 +37,7 @@ from urllib.parse import quote
 import filelock
 
 from jax_twoshot import _settings
-from jax_twoshot.protocol import ALGORITHMS, FORMATS
+from jax_twoshot.protocol import ALGORITHMS, FORMATS, NORM_MAX_BLOCKS, NORM_THREADS
 
 if TYPE_CHECKING:
     from jax_twoshot.kernels.build import Compiled
@@ -187,12 +187,6 @@ class Kernel:
         for field, allowed in (("format", tuple(FORMATS)), ("arch", ARCHS), ("owners", (1, self.tp))):
             if getattr(self, field) not in allowed:
                 raise ValueError(f"{field}: {self.class_name} can be for {allowed}, got {getattr(self, field)!r}")
-        for name, value in self.parameters:
-            if not isinstance(value, (str, int, float)):
-                raise ValueError(
-                    f"parameters: {name} of {self.class_name} must be a str, int, bool or float, since it is part of "
-                    f"the cubin's name; got {type(value).__name__}"
-                )
         if self.multicast and not _has_pdl_and_multicast(self.arch):
             raise ValueError(f"multicast: needs sm_90a or later, got arch {self.arch!r}; use multicast=False")
 
@@ -454,6 +448,37 @@ def variants(archs: Iterable[str]) -> list[Variant]:
     ]
 
 
+def rms_norm_kernel(
+    tp: int, format: str, multicast: bool, arch: str, algorithm: str, blocks: int, *, owners: int | None = None
+) -> Kernel:
+    """The kernel of ``all_reduce_rms_norm`` for rows of ``blocks`` blocks (`protocol.norm_blocks`)."""
+    return Kernel(
+        source="jax_twoshot.kernels.rms_norm",
+        class_name="AllReduceRmsNorm",
+        parameters=(("algorithm", algorithm), ("blocks", blocks)),
+        addresses=5,
+        scalars=3,
+        tp=tp,
+        owners=owners or tp,
+        format=format,
+        multicast=multicast,
+        deferred=False,
+        threads=NORM_THREADS,
+        ctas_per_sm=1,
+        shared_memory=0,
+        arch=arch,
+    )
+
+
+def rms_norm_kernels(archs: Iterable[str]) -> list[Kernel]:
+    """Every kernel of ``all_reduce_rms_norm`` for these targets."""
+    return [
+        rms_norm_kernel(v.tp, v.format, v.multicast, v.arch, v.algorithm, blocks)
+        for v in variants(archs)
+        for blocks in range(1, NORM_MAX_BLOCKS + 1)
+    ]
+
+
 def compile_all(
     archs: Iterable[str], out_dir: Path, progress: Callable[[int, int, Cubin], None] | None = None
 ) -> list[Cubin]:
@@ -463,7 +488,7 @@ def compile_all(
       CubinError: the compiler is not installed.
       ValueError: an unknown target.
     """
-    return compile_into(variants(archs), out_dir, progress)
+    return compile_into([*variants(archs), *rms_norm_kernels(archs)], out_dir, progress)
 
 
 def compile_into(

@@ -263,6 +263,25 @@ def rounds(layout: Layout, chunks: int, asked: str = "auto", one_shot_bytes: int
         start += size
 
 
+# ---- RMSNorm of a row --------------------------------------------------------------------------------------
+
+NORM_THREADS = 512
+"""Most chunks of a row that are squared side by side: threads of a CTA that norms rows, one chunk each."""
+NORM_MAX_BLOCKS = 4
+"""Most chunks of a row that one thread keeps, so a row has at most 2048 chunks: 16384 BF16 values."""
+
+
+def norm_blocks(row_chunks: int) -> tuple[int, int]:
+    """``(blocks, chunks of a block)`` into which a row is cut for its sum of squares.
+
+    The order of that sum, a function of the row's width alone: the blocks are added to each other in order, element
+    by element, the last one as if filled up with zeros; then what stands in one block is added in pairs of neighbours
+    until one number is left, again as if filled up with zeros to a power of two.
+    """
+    blocks = ceil_div(row_chunks, NORM_THREADS)
+    return blocks, ceil_div(row_chunks, blocks)
+
+
 # ---- Launch plan (CUDA) ------------------------------------------------------------------------------------
 
 THREADS = 128

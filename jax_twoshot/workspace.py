@@ -106,6 +106,31 @@ class View:
         )
 
 
+@dataclass(frozen=True)
+class Stats:
+    """What the calls of a workspace have done. All ranks make the same calls: they are counted on one of this process.
+
+    A replayed CUDA graph does not pass the host. So on CUDA only ``rounds`` counts all, in device memory; the other
+    three tell what was launched or recorded into graphs, each launch once.
+
+    Attributes:
+      calls: that reached the handler; an empty message or a single rank makes none.
+      bytes: of those calls' messages, of one rank.
+      algorithms: rounds of those calls, by algorithm.
+      rounds: all. On CUDA those that are finished, since the workspace was made or reset, modulo 2^32; once it is
+        closed, those of ``algorithms``.
+      slow_waits: waits, of any rank of this process, that lasted longer than a tenth of the deadline (R9).
+      failure: the text of the last failed wait; None if there was none, or none since `Workspace.reset` on CUDA.
+    """
+
+    calls: int
+    bytes: int
+    algorithms: dict[str, int]
+    rounds: int
+    slow_waits: int
+    failure: str | None
+
+
 class Workspace:
     """Buffers for the all-reduces over ``axis_names`` of ``mesh``.
 
@@ -199,12 +224,18 @@ class Workspace:
                 "; a larger message takes several rounds by itself"
             )
         self._closed = False
+        self._counts = _ffi.call_counts(self.handle.id)
         self._cuda = _CudaBuffers(self) if cuda else None
         if self._cuda is not None:
             self.handle = dataclasses.replace(self.handle, gpu=self._cuda.gpu)
         # Also when nobody keeps the workspace: a compiled program may still use the memory.
         self._release = weakref.finalize(self, self._cuda.close) if self._cuda else None
         _open[self.handle.id] = self
+        logger.info(
+            "workspace %d: made for %s of %s, %s, rounds of up to %d bytes",
+            *(self.handle.id, axes_text(self.axis_names), dict(mesh.shape), name),
+            layout.capacity_chunks * protocol.CHUNK_BYTES,
+        )
 
     @property
     def tp(self) -> int:
@@ -222,6 +253,8 @@ class Workspace:
         Waits for no other process, nor for a call in flight. The memory goes back soon after the last compiled program
         that uses it is gone, at the latest with the process.
         """
+        if not self._closed:
+            logger.info("workspace %d: closed", self.handle.id)
         self._closed = True
         _open.pop(self.handle.id, None)
         if self._release is not None:
@@ -271,6 +304,25 @@ class Workspace:
             raise ValueError(f"Workspace.grid: {self} is not on GPUs, and a grid depends on theirs")
         most = protocol.most_ctas(gpu.ranks_on_device, gpu.sm_count, ctas_per_sm)
         return max(1, min(protocol.ceil_div(chunks, threads), most))
+
+    def stats(self) -> Stats:
+        """What calls have done so far, as far as this process knows, without waiting for any of them.
+
+        Raises:
+          RuntimeError: the GPU cannot be asked; the driver's text.
+        """
+        counts = self._counts
+        algorithms = {name: counts.rounds(name) for name in protocol.ALGORITHMS}
+        on_device = self._cuda.rounds_done() if self._cuda is not None else None
+        failure = self._cuda.failure() if self._cuda is not None else counts.failure
+        return Stats(
+            calls=counts.calls,
+            bytes=counts.bytes,
+            algorithms=algorithms,
+            rounds=sum(algorithms.values()) if on_device is None else on_device,
+            slow_waits=counts.slow_waits,
+            failure=failure or None,
+        )
 
     def reset(self) -> None:
         """Makes the workspace usable again after a call has failed; compiled programs go on working.
@@ -425,6 +477,10 @@ class _CudaBuffers:
     def failure(self) -> str | None:
         """Why no further call can succeed, or None."""
         return self.native.failure() if self.native is not None else None
+
+    def rounds_done(self) -> int | None:
+        """Rounds finished, replayed ones included; None once the buffers are given back."""
+        return self.native.rounds_done() if self.native is not None else None
 
     def slow_waits(self) -> list[str]:
         """What ranks of this process have been waiting for long for, each wait once."""

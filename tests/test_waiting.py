@@ -197,7 +197,7 @@ check()
 workspace, program = with_deadline(0.5)
 text = failure(program, x)
 assert re.search(
-    r"jax_twoshot.all_reduce over axis 'tp': rank [0234678] of 8 waits for ranks 1, 5 \(for 0.5\d* s; phase reduce, "
+    r"jax_twoshot over axis 'tp': rank [0234678] of 8 waits for ranks 1, 5 \(for 0.5\d* s; phase reduce, "
     rf"generation 0, chunk \d+, call 2 of this process on workspace {workspace.handle.id}, group 0\); the deadline "
     r"Workspace\(timeout=...\) of 0.5 s has passed. Every rank of the axes has to make the same calls", text), text
 workspace.reset()  # on CPU nothing is lost

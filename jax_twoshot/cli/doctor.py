@@ -324,8 +324,8 @@ def _peer_access(driver: _Driver, gpus: Sequence[Gpu]) -> Check:
 
 def _jax_plugin(driver: _Driver) -> Check:
     name, fix = "JAX on CUDA", f"pip install 'jax_twoshot[{driver.extra}]'"
-    plugins = {name: machine.version(name) for name in machine.CUDA_PACKAGES if name.endswith("-plugin")}
-    plugins = {name: version for name, version in plugins.items() if version}
+    found = [package for package in machine.CUDA_PACKAGES if package.endswith("-plugin")]
+    plugins = {package: version for package in found if (version := machine.version(package))}
     text = ", ".join(f"{plugin} {version}" for plugin, version in plugins.items())
     platforms = os.environ.get("JAX_PLATFORMS", "")
     if platforms and not {"cuda", "gpu"} & set(platforms.split(",")):

@@ -119,12 +119,14 @@ def push(buffers: Buffers, target: Int64, words: Chunk, where: Boolean | None = 
 
 
 @cute.jit
-def reduce(buffers: Buffers, index: Int32, watch: Watch, deferred: bool = False) -> None:
-    """Sums the slots of this rank's chunk ``index`` into every rank's gather (R3) and re-arms them (R2), unless the
-    next call is to do that (``deferred``)."""
+def reduce(
+    buffers: Buffers, index: Int32, watch: Watch, deferred: bool = False, addend: Chunk | None = None
+) -> None:
+    """Sums the slots of this rank's chunk ``index``, and an ``addend``, into every rank's gather (R3, R10) and re-arms
+    them (R2), unless the next call is to do that (``deferred``)."""
     slots = slots_of(buffers, Int64(index))
     chunk = buffers.rank * buffers.owned + index
-    words, complete = sum_slots(buffers, slots, chunk, watch)
+    words, complete = sum_slots(buffers, slots, chunk, watch, addend)
     if complete:
         publish_everywhere(buffers, buffers.gather_offset(buffers.generation, chunk), words)
         if const_expr(not deferred):
@@ -208,8 +210,11 @@ def slots_of(buffers: Buffers, index: Int64) -> list[Int64]:
 
 
 @cute.jit
-def sum_slots(buffers: Buffers, slots: list[Int64], chunk: Int64, watch: Watch) -> tuple[Chunk, Boolean]:
-    """Waits for ``slots`` and adds them in rank order (R3): ``(words, complete)``; incomplete, no words to use."""
+def sum_slots(
+    buffers: Buffers, slots: list[Int64], chunk: Int64, watch: Watch, addend: Chunk | None = None
+) -> tuple[Chunk, Boolean]:
+    """Waits for ``slots`` and adds them in rank order (R3), an ``addend`` last (R10): ``(words, complete)``;
+    incomplete, no words to use."""
     total: list[Float32] = []
     complete = Boolean(True)
     for first in range_constexpr(0, buffers.tp, SLOTS_AT_ONCE):
@@ -218,6 +223,8 @@ def sum_slots(buffers: Buffers, slots: list[Int64], chunk: Int64, watch: Watch) 
         parts, arrived = wait(buffers, watch, batch, masks, REDUCE, chunk)
         total = add_in_order(total, parts, buffers.format)
         complete = complete & arrived
+    if const_expr(addend is not None):
+        total = add_in_order(total, [addend], buffers.format)
     return without_negative_zero(narrow(total, buffers.format), buffers.format), complete
 
 
