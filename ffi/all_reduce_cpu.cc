@@ -36,14 +36,14 @@ Mailbox::Mailbox(Layout layout, uint32_t sentinel)
   for (int rank = 0; rank < layout.tp; ++rank) Rearm(at(rank, 0), layout.bytes() / kChunkBytes, sentinel);  // R7
 }
 
-Call::Call(Mailbox& mailbox, int rank, const Arithmetic& arithmetic, const void* x, void* out, int64_t bytes,
-           WaitPolicy policy)
+Call::Call(Mailbox& mailbox, int rank, const Arithmetic& arithmetic, const Message& message, WaitPolicy policy)
     : mailbox_(mailbox),
       rank_(rank),
       arithmetic_(arithmetic),
-      x_(static_cast<const std::byte*>(x)),
-      out_(static_cast<std::byte*>(out)),
-      bytes_(bytes),
+      x_(static_cast<const std::byte*>(message.x)),
+      addend_(static_cast<const std::byte*>(message.addend)),
+      out_(static_cast<std::byte*>(message.out)),
+      bytes_(message.bytes),
       policy_(std::move(policy)) {}
 
 Progress Call::Advance(double patience_seconds) {
@@ -101,6 +101,7 @@ Progress Call::Reduce() {
       if (const Progress progress = Await(from, chunk_, chunks, block); progress != Progress::kDone) return progress;
       (slot == 0 ? arithmetic_.start : arithmetic_.add)(sum, block, bytes);
     }
+    if (addend_ != nullptr) arithmetic_.add(sum, addend_ + round_ + chunk_ * kChunkBytes, bytes);
     arithmetic_.round(sum, block, bytes);
     OrderPhases();
     for (int peer = 0; peer < tp(); ++peer) StoreShared(mailbox_.gather(peer, generation_, chunk_), block, bytes);

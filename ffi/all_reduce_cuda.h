@@ -7,11 +7,13 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "call_counts.h"
 #include "cuda_driver.h"
 #include "protocol.h"
 #include "xla/ffi/api/ffi.h"
@@ -43,9 +45,27 @@ struct StatusRecord {
   uint32_t generation;
   uint32_t chunk;  // of the round
   uint32_t missing[2];
-  uint32_t calls;  // rounds before this one, modulo 2^32
-  uint32_t unused;
+  uint32_t calls;    // rounds before this one, modulo 2^32
+  uint32_t counted;  // not the kernel's: where RoundsDone copies to
 };
+
+// A compiled kernel that is no all-reduce, and what it takes of an SM.
+struct KernelImage {
+  std::string code;
+  std::string symbol;
+  int threads;
+  int ctas_per_sm;  // that it was compiled for
+  int shared_memory;
+  bool pdl;
+};
+
+// A kernel on one device.
+struct Kernel {
+  CUlibrary library = nullptr;
+  CUfunction function = nullptr;
+  bool pdl = false;
+};
+using KernelOnDevices = std::map<int, Kernel>;  // by ordinal
 
 // Everything of a workspace that is not symmetric memory: kernels, and each local device's small buffers. It lives as
 // long as the Python Workspace or a compiled program needs it.
@@ -71,10 +91,24 @@ class CudaWorkspace {
   // What every rank of this process that waits for long waits for; each wait is told of once.
   std::vector<std::string> SlowWaits();
 
+  // Rounds that the first device of this process has finished since the workspace was made or reset, modulo 2^32, also
+  // those that XLA replayed without calling the handler. Waits for no call; throws with the driver's text.
+  int64_t RoundsDone();
+
   // One launch a round of the message, on `stream` of device `ordinal`. An error text, or nothing. `asked` is nothing
   // where each round is to take the algorithm that is faster for it; `alone` is Grid's.
   std::optional<std::string> Launch(int ordinal, CUstream stream, std::optional<Algorithm> asked,
                                     const std::string& format, const void* x, void* out, int64_t bytes, bool alone);
+
+  // Brings another kernel onto every local device, or finds that it is there; it stays as long as the workspace. Throws
+  // std::runtime_error with the driver's text, or if fewer than `ctas_per_sm` CTAs fit an SM.
+  const KernelOnDevices& Load(const KernelImage& image);
+  // Most CTAs of a kernel that are sure to be resident together (R5).
+  int64_t MostCtas(int ctas_per_sm) const { return jax_twoshot::MostCtas(ranks_on_device_, sm_count_, ctas_per_sm); }
+  // Launches it; its parameters are `first`, one pointer each, and what every kernel of a workspace gets. An error
+  // text, or nothing.
+  std::optional<std::string> Launch(int ordinal, CUstream stream, const KernelOnDevices& kernel, int64_t grid,
+                                    int threads, int shared_memory, std::vector<void*> first);
 
   // The workspaces that Python has open, by id.
   static void Open(std::shared_ptr<CudaWorkspace> workspace);
@@ -84,20 +118,19 @@ class CudaWorkspace {
   static bool InUse(int64_t id);
 
  private:
-  struct Kernel {
-    CUlibrary library = nullptr;
-    CUfunction function = nullptr;
-    bool pdl = false;
-  };
   struct Device {
     RankBuffers buffers;
     CUdeviceptr control = 0;
     StatusRecord* status = nullptr;
+    CUstream side = nullptr;  // for what must not wait for the calls in flight
     std::map<std::pair<Algorithm, std::string>, Kernel> kernels;
   };
 
   void Prepare(Device& device, const std::vector<Cubin>& cubins);
   void Release(Device& device);
+  // One launch on `device`: `parameters` and, after them, those that every kernel of a workspace gets.
+  CUresult Launch(Device& device, CUstream stream, const Kernel& kernel, int64_t grid, int threads, int shared_memory,
+                  std::vector<void*> parameters) const;
   std::string Describe(const Device& device, const StatusRecord& status, double seconds) const;
 
   int64_t id_;
@@ -107,7 +140,11 @@ class CudaWorkspace {
   int ranks_on_device_;
   int sm_count_;
   std::atomic<bool> resetting_{false};
+  const std::shared_ptr<CallCounts> counts_;
+  std::mutex counting_;
   std::map<int, Device> devices_;
+  std::mutex loading_;
+  std::map<std::pair<std::string, int>, KernelOnDevices> loaded_;  // by code and shared memory
 };
 
 // A custom call of one executable: what keeps its workspace alive.
@@ -116,8 +153,13 @@ struct LaunchSite {
   std::shared_ptr<CudaWorkspace> workspace;
 };
 
-// How often XLA has called the handler in this process: a launch replayed from a command buffer does not count.
+// The open workspace that a program was compiled for, or an error that begins with `what`.
+xla::ffi::ErrorOr<std::shared_ptr<CudaWorkspace>> OpenWorkspace(const std::string& what, int64_t id, int64_t tp,
+                                                                int64_t slot_chunks);
+
+// How often XLA has called a CUDA handler in this process: a launch replayed from a command buffer does not count.
 int64_t CudaHandlerCalls();
+void CountCudaHandlerCall();
 
 XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxTwoshotCudaInstantiate);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxTwoshotCudaExecute);

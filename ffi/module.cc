@@ -13,7 +13,9 @@
 #include <string>
 
 #include "all_reduce_cuda.h"
+#include "call_counts.h"
 #include "cpu_handler.h"
+#include "cute_call.h"
 #include "faults.h"
 #include "interrupts.h"
 #include "protocol.h"
@@ -48,6 +50,8 @@ nb::dict ProtocolConstants() {
   constants["THREADS"] = jax_twoshot::kThreads;
   constants["CTAS_PER_SM"] = jax_twoshot::kCtasPerSm;
   constants["GRIDS_IN_FLIGHT"] = jax_twoshot::kGridsInFlight;
+  constants["NORM_THREADS"] = jax_twoshot::kNormThreads;
+  constants["NORM_MAX_BLOCKS"] = jax_twoshot::kNormMaxBlocks;
   constants["ALGORITHMS"] = nb::make_tuple(jax_twoshot::kAlgorithms[0], jax_twoshot::kAlgorithms[1]);
   constants["ONE_SHOT_SHARED_GPU"] = Limits(jax_twoshot::kOneShotSharedGpu);
   constants["ONE_SHOT_NVLINK"] = Limits(jax_twoshot::kOneShotNvlink);
@@ -87,6 +91,7 @@ void PlantFault(const std::string& kind, int rank, const std::string& phase, dou
 NB_MODULE(_extension, module) {
   // A workspace may live as long as the process: that is no leak to report on a user's terminal.
   nb::set_leak_warnings(false);
+  module.attr("built_with_jaxlib") = JAX_TWOSHOT_JAXLIB_VERSION;
   module.def("protocol_constants", &ProtocolConstants);
   module.def("layout_offsets",
              [](int tp, int64_t slot_chunks, int generations, int generation, int slot, int64_t chunk) {
@@ -109,13 +114,29 @@ NB_MODULE(_extension, module) {
   });
   module.def("cpu_handlers",
              [] { return Stages(jax_twoshot::JaxTwoshotCpuInstantiate, jax_twoshot::JaxTwoshotCpuExecute); });
+  module.def("cpu_rms_norm_handlers", [] {
+    return Stages(jax_twoshot::JaxTwoshotCpuRmsNormInstantiate, jax_twoshot::JaxTwoshotCpuRmsNormExecute);
+  });
   module.def("cuda_handlers",
              [] { return Stages(jax_twoshot::JaxTwoshotCudaInstantiate, jax_twoshot::JaxTwoshotCudaExecute); });
+  module.def("cute_handlers",
+             [] { return Stages(jax_twoshot::JaxTwoshotCuteInstantiate, jax_twoshot::JaxTwoshotCuteExecute); });
+
+  nb::class_<jax_twoshot::CallCounts>(module, "CallCounts")
+      .def_prop_ro("calls", &jax_twoshot::CallCounts::calls)
+      .def_prop_ro("bytes", &jax_twoshot::CallCounts::bytes)
+      .def_prop_ro("slow_waits", &jax_twoshot::CallCounts::slow_waits)
+      .def_prop_ro("failure", &jax_twoshot::CallCounts::failure)
+      .def("rounds", [](jax_twoshot::CallCounts& counts, const std::string& algorithm) {
+        return counts.rounds(jax_twoshot::AlgorithmNamed(algorithm).value());
+      });
+  module.def("call_counts", &jax_twoshot::CallCounts::Of);
 
   // Open, looked at and closed by jax_twoshot/workspace.py.
   nb::class_<jax_twoshot::CudaWorkspace>(module, "CudaWorkspace")
       .def("failure", &jax_twoshot::CudaWorkspace::Failure)
       .def("slow_waits", &jax_twoshot::CudaWorkspace::SlowWaits)
+      .def("rounds_done", &jax_twoshot::CudaWorkspace::RoundsDone, nb::call_guard<nb::gil_scoped_release>())
       .def("begin_reset", &jax_twoshot::CudaWorkspace::BeginReset)
       .def("clear", &jax_twoshot::CudaWorkspace::Clear)
       .def("end_reset", &jax_twoshot::CudaWorkspace::EndReset)

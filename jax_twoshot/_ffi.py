@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jaxlib
 
-from jax_twoshot import _settings, protocol
+from jax_twoshot import _compat, _settings, protocol
 
 try:
     from jax_twoshot import _extension
@@ -21,7 +22,11 @@ except ImportError as error:
     ) from error
 
 TARGET = "jax_twoshot_all_reduce"
-"""The custom call's name, one handler a platform."""
+"""The all-reduce's custom call, one handler a platform."""
+RMS_NORM_TARGET = "jax_twoshot_all_reduce_rms_norm"
+"""The same with a residual and a norm, on CPU."""
+CUTE_TARGET = "jax_twoshot_cute_call"
+"""The custom call of a kernel that comes with it, on CUDA."""
 
 
 def protocol_constants() -> dict[str, Any]:
@@ -118,6 +123,12 @@ def timeout_attribute(timeout: float | None) -> float:
     return -1.0 if timeout is None else timeout
 
 
+def call_counts(id: int) -> Any:
+    """What the calls of workspace ``id`` have done in this process, counted as long as anybody holds this: ``calls``,
+    ``bytes``, ``rounds(algorithm)``, ``slow_waits``, and ``failure``, the text of the last one or empty."""
+    return _extension.call_counts(id)
+
+
 def close_cuda_workspace(id: int) -> None:
     """No program compiled from now on can use the workspace."""
     _extension.close_cuda_workspace(id)
@@ -150,9 +161,12 @@ def _check_mirror() -> None:
 
 def _register() -> None:
     jax.ffi.register_ffi_target(TARGET, _extension.cpu_handlers(), platform="cpu")
+    jax.ffi.register_ffi_target(RMS_NORM_TARGET, _extension.cpu_rms_norm_handlers(), platform="cpu")
     jax.ffi.register_ffi_target(TARGET, _extension.cuda_handlers(), platform="CUDA")
+    jax.ffi.register_ffi_target(CUTE_TARGET, _extension.cute_handlers(), platform="CUDA")
 
 
+_compat.check_jaxlib(jaxlib.__version__, _extension.built_with_jaxlib)
 _check_mirror()
 _register()
 _extension.set_timeout(_settings.timeout_seconds())

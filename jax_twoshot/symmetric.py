@@ -509,6 +509,8 @@ def _refusal(facts: Sequence[_Facts], shared: bool) -> str | None:
     for fact in facts:
         if fact.multicast_refusal:
             return f"GPU {fact.uuid}: {fact.multicast_refusal}"
+    if len(facts) == len({fact.group for fact in facts}):
+        return "each group has one rank, and nobody to store to"
     if shared:
         return (
             "ranks share a GPU, or know theirs by one ordinal because CUDA_VISIBLE_DEVICES hides the others"

@@ -259,6 +259,13 @@ print(hashlib.sha256(cubin.find(cubin.Variant(2, "float32", False, "sm_90a")).im
     assert (tmp_path / "count").read_text() == "x"
 
 
+def test_processes_share_the_compiling(compiles):
+    others = [replace(VARIANT, algorithm="one_shot"), replace(VARIANT, tp=3)]
+    wanted = [VARIANT, *others]
+    assert [found.variant for found in cubin.find_all(wanted, share=4)] == wanted
+    assert compiles == [*others, VARIANT]  # the fifth process of three kernels begins with the second
+
+
 # ---- Given cubins ------------------------------------------------------------------------------------------
 
 
@@ -362,19 +369,22 @@ def test_compiling_without_a_compiler(no_compiler):
 
 def test_compile_all(compiles, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(cubin, "TP", (2,))
+    norms = cubin.rms_norm_kernels(["sm_90a"])
+    assert len(norms) == 12 * 4
+    monkeypatch.setattr(cubin, "rms_norm_kernels", lambda archs: norms[:1])
     out = tmp_path / "a" / "b"
     done = cubin.compile_all(["sm_90a", "sm_80"], out, cubin.print_progress)
-    assert len(done) == 18
+    assert len(done) == 19
     assert {path.name for path in out.iterdir()} == {
         f"{variant.name}{suffix}"
-        for variant in cubin.variants(["sm_90a", "sm_80"])
+        for variant in (*cubin.variants(["sm_90a", "sm_80"]), norms[0])
         for suffix in (".cubin", ".json")
     }
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == [f"[{number}/18]" for number in range(1, 19)]
+    assert [line.split()[0] for line in lines] == [f"[{number}/19]" for number in range(1, 20)]
     monkeypatch.setenv("JAX_TWOSHOT_CUBIN_PATH", str(out))
     assert find(VARIANT) in done
-    assert len(compiles) == 18
+    assert len(compiles) == 19
 
 
 def test_compile_all_for_an_unknown_target(compiles, tmp_path):

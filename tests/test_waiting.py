@@ -197,7 +197,7 @@ check()
 workspace, program = with_deadline(0.5)
 text = failure(program, x)
 assert re.search(
-    r"jax_twoshot.all_reduce over axis 'tp': rank [0234678] of 8 waits for ranks 1, 5 \(for 0.5\d* s; phase reduce, "
+    r"jax_twoshot over axis 'tp': rank [0234678] of 8 waits for ranks 1, 5 \(for 0.5\d* s; phase reduce, "
     rf"generation 0, chunk \d+, call 2 of this process on workspace {workspace.handle.id}, group 0\); the deadline "
     r"Workspace\(timeout=...\) of 0.5 s has passed. Every rank of the axes has to make the same calls", text), text
 workspace.reset()  # on CPU nothing is lost
@@ -349,7 +349,7 @@ class TestManyAtOnce:
             for i, f in enumerate(fs):
                 jax.block_until_ready(f(x))
             texts, rights = [], 0
-            for attempt in range(3):
+            for attempt in range(2):
                 runs = [(i % 4, fs[i % 4](x)) for i in range(40)]
                 for i, y in runs:
                     try:
@@ -357,13 +357,13 @@ class TestManyAtOnce:
                         rights += 1
                     except JaxRuntimeError as error:
                         texts.append(str(error))
-            assert rights + len(texts) == 120
+            assert rights + len(texts) == 80
             for text in texts:
                 assert "jax_twoshot.all_reduce" in text and "JAX_TWOSHOT_TIMEOUT" in text, text
                 assert "runs" in text and "block_until_ready" in text, text
             check()
             """,
-            SHORT,
+            {"JAX_TWOSHOT_TIMEOUT": "1"},
             timeout=180,
         )
 

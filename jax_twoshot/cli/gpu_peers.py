@@ -204,8 +204,8 @@ class JaxRun:
 
     def __init__(self, cell: Cell, all_reduce: Callable[[jax.Array], jax.Array], *, bitwise: bool = False) -> None:
         self._cell, self._bitwise = cell, bitwise
-        self._checked = bench.compile_program(cell.checked(), all_reduce, unroll=True)
-        self._run = bench.compile_program(cell, all_reduce, unroll=True)
+        self._checked = bench.compile_program(cell.checked(), all_reduce)
+        self._run = bench.compile_program(cell, all_reduce)
         self._x = cell.place(cell.parts())
 
     def wrong(self) -> int:

@@ -1,4 +1,4 @@
-"""The CUDA backend on one GPU that several processes share; ``pytest -m gpu``.
+"""The CUDA backend on one GPU that several processes share, and on several GPUs where they are; ``pytest -m gpu``.
 
 Each launch costs seconds, so it runs many checks, and a test judges one of them. A rank that fails, hangs or
 says nothing fails every test of its launch, with its last lines.
@@ -6,7 +6,7 @@ says nothing fails every test of its launch, with its last lines.
 
 from __future__ import annotations
 
-import json
+import functools
 import os
 import re
 import subprocess
@@ -20,6 +20,9 @@ from jax_twoshot import _launch
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("gpu")]
 
 TP = (2, 3, 4, 6, 8)
+GPUS = [n for n in (2, 4, 8) if n <= _launch.gpu_count()]
+PLACES = [("one-gpu", tp) for tp in TP] + [(place, n) for place in ("gpu-each", "one-process") for n in GPUS]
+"""Where the ranks are, and how many."""
 CALLS = {
     "setup": 1,
     "grid": 3 * (48 + 18),
@@ -28,6 +31,7 @@ CALLS = {
     "walk": 2000,
     "loops": 30 * 2,
     "kept": 300 * 5,
+    "rms_norm": 270 * 2 + 30 * 2 * 2,
     "soak": 20_032,
 }
 """Calls that each check must have compared."""
@@ -39,11 +43,12 @@ OTHERS = (0, 1, 3)
 # ---- Numbers -----------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module", params=TP, ids="tp{}".format)
+@pytest.fixture(scope="module", params=PLACES, ids=lambda param: "{}-tp{}".format(*param))
 def numbers(request, gpu):
-    """Each rank's results. XLA captures programs of one call too."""
+    """Each process's results. XLA captures programs of one call too."""
+    place, tp = request.param
     env = {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_graph_min_graph_size=1"}
-    return worker.launch(request.param, [*CALLS, "digest"], env=env, timeout=280)
+    return worker.launch(tp, [*CALLS, "digest"], place=place, env=env, timeout=280)
 
 
 @pytest.mark.parametrize("check", CALLS)
@@ -56,20 +61,38 @@ def test_no_bit_is_wrong(numbers, check, figure):
 
 
 def test_the_cpu_backend_has_the_same_bits(numbers):
-    (on_cpu,) = {*cpu_results(len(numbers), "digest")["digest"]["sha256"]}
-    assert [rank["digest"]["sha256"] for rank in numbers] == [[on_cpu]] * len(numbers)
+    on_gpu = [sha256 for process in numbers for sha256 in process["digest"]["sha256"]]
+    assert on_gpu == cpu_digest(len(on_gpu))
 
 
-def cpu_results(tp, *checks):
-    done = subprocess.run(
-        [sys.executable, worker.__file__, *checks, "--cpu", str(tp)],
-        env={**os.environ, "JAX_PLATFORMS": "cpu"},
-        stdout=subprocess.PIPE,
-        text=True,
-        timeout=120,
-        check=True,
-    )
-    return json.loads(done.stdout.splitlines()[-1])
+@functools.cache
+def cpu_digest(tp):
+    (results,) = worker.launch(tp, ["digest"], place="cpu", env={"JAX_PLATFORMS": "cpu"})
+    return results["digest"]["sha256"]
+
+
+# ---- Kernels of one's own ----------------------------------------------------------------------------------
+
+KERNEL_CALLS = {"cute": 400 * 3, "all_to_all": 100, "deferred_soak": 20_032}
+
+
+@pytest.fixture(scope="module", params=(2, 4, 8), ids="tp{}".format)
+def kernels(request, gpu):
+    """Each rank's results."""
+    return worker.launch(request.param, [*KERNEL_CALLS], timeout=200)
+
+
+@pytest.mark.parametrize("check", KERNEL_CALLS)
+def test_no_bit_of_a_kernel_of_ones_own_is_wrong(kernels, check, figure):
+    figure(f"{kernels[0][check]['seconds']} s, {kernels[0][check]}")
+    for rank, result in enumerate(rank[check] for rank in kernels):
+        assert (result["calls"], result["wrong"]) == (KERNEL_CALLS[check], 0), f"rank {rank}: {result['first']}"
+
+
+def test_one_gpu_plays_all_ranks(gpu, figure):
+    (result,) = (rank["stand_in"] for rank in worker.launch(1, ["stand_in"]))
+    figure(f"{result['seconds']} s, {result}")
+    assert (result["calls"], result["wrong"]) == (4 * 100 * 3, 0), result["first"]
 
 
 # ---- Programs and workspaces -------------------------------------------------------------------------------
@@ -88,6 +111,14 @@ def test_a_replayed_launch_does_not_call_the_handler(lifetime, figure):
         assert result["launches"] == 5000
         # XLA records again when an address has changed; most runs are replays all the same.
         assert 0 < result["handler_calls"] < result["launches"] / 2
+
+
+def test_stats_count_replays_on_the_device(lifetime, figure):
+    figure([(r["capture"]["rounds"], r["capture"]["counted"]) for r in lifetime])
+    for result in (rank["capture"] for rank in lifetime):
+        assert result["rounds"] == result["launches"]
+        handled = result["handler_calls"]
+        assert result["counted"] == [handled, handled, handled * 3 * 2880 * 2]
 
 
 @pytest.mark.parametrize(
@@ -130,7 +161,7 @@ def test_a_program_outlives_a_workspace_that_nobody_keeps(gpu):
 @pytest.fixture(scope="module")
 def late(gpu):
     """Each rank's results: one is late, then it calls no more."""
-    return worker.launch(4, ["slow", "absent"], env=DEADLINE)
+    return worker.launch(4, ["slow", "absent", "absent_from_kernel"], env=DEADLINE)
 
 
 def test_a_slow_rank_is_logged_and_nothing_else_happens(late, figure):
@@ -142,9 +173,28 @@ def test_a_slow_rank_is_logged_and_nothing_else_happens(late, figure):
         assert sum(f"rank {rank} of 4 waits for rank 2 (" in text for text in warnings) >= 2, warnings
 
 
+def test_stats_wait_for_nothing_and_count_slow_waits(late, figure):
+    """Asked in a call that waits for the late rank: the round is not over, nor is the result there."""
+    figure([rank["slow"]["asked"] for rank in late])
+    for rank in OTHERS:
+        seen = late[rank]["slow"]
+        assert [seen["asked"][1], seen["asked"][3]] == [[1, False], [3, False]]
+        assert seen["rounds"] == 4 and seen["slow waits"] >= 2
+        assert "waits for rank 2" in late[rank]["absent"]["stats"]
+
+
 def test_a_rank_that_never_calls_is_named(late, figure):
     for rank in OTHERS:
         judge_what_the_others_saw(rank, late[rank]["absent"], figure)
+
+
+def test_a_rank_that_never_calls_a_kernel_is_named(late, figure):
+    for rank in OTHERS:
+        result = late[rank]["absent_from_kernel"]
+        figure(f"rank {rank}: {result['check']}")
+        assert (result["calls"], result["wrong"], result["numbers in the result"]) == (1, 0, 0)
+        for text in (result["check"], result["next call"]):
+            assert f"rank {rank} of 4 waits for rank 2 (" in str(text)
 
 
 def test_a_killed_rank_is_named(gpu, figure):
