@@ -1,6 +1,7 @@
 """Greedy decoding of SmolLM2-135M-Instruct with tensor parallelism, `all_reduce` against `lax.psum`.
 
     python examples/smollm2_decode.py
+    python examples/smollm2_decode.py --fused
     python examples/smollm2_decode.py --prompt "What is a noble gas?" --tokens 100 --reduce twoshot
 
 Without a GPU it runs on JAX's host devices. `--launch one-gpu` starts a process for each rank, all on GPU 0 and under
@@ -225,6 +226,47 @@ SPECS = {**END_SPECS, "layers": [LAYER_SPECS] * LAYERS}
 CACHE_SPEC = P("tp")  # [KV heads, context, HEAD] a layer, keys and values
 
 Reduce = Callable[[jax.Array], jax.Array]
+AddAndNorm = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
+
+
+class Collectives(NamedTuple):
+    """What meets the other ranks over the axis "tp".
+
+    Attributes:
+      reduce: sums a BF16 or FP32 array.
+      add_and_norm: of each rank's part of a sum, the residual and the norm's scale: the new residual,
+        normed, and as it is.
+    """
+
+    reduce: Reduce
+    add_and_norm: AddAndNorm
+
+    @classmethod
+    def unfused(cls, reduce: Reduce, wire: Any) -> Collectives:
+        """A sum in the dtype `wire`, and XLA's addition and norm."""
+
+        def add_and_norm(part: jax.Array, x: jax.Array, scale: jax.Array) -> tuple[jax.Array, jax.Array]:
+            x += reduce(part.astype(wire)).astype(x.dtype)
+            return rms_norm(x, scale), x
+
+        return cls(reduce, add_and_norm)
+
+    @classmethod
+    def fused(cls) -> Collectives:
+        """All in one call, in FP32 as the residual is."""
+
+        def add_and_norm(part: jax.Array, x: jax.Array, scale: jax.Array) -> tuple[jax.Array, jax.Array]:
+            return jax_twoshot.all_reduce_rms_norm(part, x, scale.astype(x.dtype), "tp", eps=EPSILON)
+
+        return cls(all_reduce, add_and_norm)
+
+
+def all_reduce(x: jax.Array) -> jax.Array:
+    return jax_twoshot.all_reduce(x, "tp")
+
+
+def psum(x: jax.Array) -> jax.Array:
+    return lax.psum(x, "tp")
 
 
 def load(path: Path, mesh: Mesh, show: bool) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -314,28 +356,26 @@ def argmax(reduce: Reduce, logits: jax.Array) -> jax.Array:
 
 
 def step(
-    reduce: Reduce, weights: Any, cache: Any, tokens: jax.Array, start: jax.Array, last: jax.Array
+    ranks: Collectives, weights: Any, cache: Any, tokens: jax.Array, start: jax.Array, last: jax.Array
 ) -> tuple[jax.Array, jax.Array, Any]:
     """One step of one rank: `tokens` [rows] stand at positions from `start` on.
 
     Returns:
       The token [1] after row `last`, this rank's logits for it [1, VOCABULARY / TP], and the new cache.
     """
-
-    def total(x: jax.Array) -> jax.Array:
-        return reduce(x.astype(jnp.bfloat16)).astype(jnp.float32)
-
     positions = start + jnp.arange(tokens.shape[0])
-    x = embed(reduce, weights["token_embd"], tokens)
+    layers = weights["layers"]
+    x = embed(ranks.reduce, weights["token_embd"], tokens)
+    normed = rms_norm(x, layers[0]["attn_norm"])
+    next_scales = [*(w["attn_norm"] for w in layers[1:]), weights["output_norm"]]
     new_cache = []
-    for w, layer_cache in zip(weights["layers"], cache, strict=True):
-        y, layer_cache = attention(rms_norm(x, w["attn_norm"]), w, layer_cache, positions)
-        x += total(y)
-        x += total(feed_forward(rms_norm(x, w["ffn_norm"]), w))
+    for w, layer_cache, next_scale in zip(layers, cache, next_scales, strict=True):
+        part, layer_cache = attention(normed, w, layer_cache, positions)
+        normed, x = ranks.add_and_norm(part, x, w["ffn_norm"])
+        normed, x = ranks.add_and_norm(feed_forward(normed, w), x, next_scale)
         new_cache.append(layer_cache)
-    x = rms_norm(lax.dynamic_slice_in_dim(x, last, 1), weights["output_norm"])
-    logits = dot(x, weights["token_embd"])
-    return argmax(reduce, logits)[None], logits, new_cache
+    logits = dot(lax.dynamic_slice_in_dim(normed, last, 1), weights["token_embd"])
+    return argmax(ranks.reduce, logits)[None], logits, new_cache
 
 
 # ---- Decoding ----------------------------------------------------------------------------------------------
@@ -343,18 +383,18 @@ def step(
 
 @dataclass
 class Decoder:
-    """Decodes greedily with one reduction.
+    """Decodes greedily with one set of collectives.
 
     Attributes:
-      name: of the reduction.
-      reduce: sums a BF16 or FP32 array over the axis "tp".
+      name: of these.
+      ranks: these.
       context: positions that the cache holds.
       tokens: what it has produced for the prompt at hand.
       seconds, steps: spent on all timed tokens, and how many those are.
     """
 
     name: str
-    reduce: Reduce
+    ranks: Collectives
     mesh: Mesh
     weights: dict[str, Any]
     context: int
@@ -365,7 +405,7 @@ class Decoder:
     def __post_init__(self) -> None:
         cache_specs = [(CACHE_SPEC, CACHE_SPEC)] * LAYERS
         sharded = jax.shard_map(
-            partial(step, self.reduce),
+            partial(step, self.ranks),
             mesh=self.mesh,
             in_specs=(SPECS, cache_specs, P(), P(), P()),
             out_specs=(P(), P(None, "tp"), cache_specs),
@@ -484,6 +524,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--prompt", action="append", help="a question; may be repeated (default: three of its own)")
     add("--tokens", type=count, default=64, help="most tokens of an answer (default: 64)")
     add("--reduce", choices=REDUCTIONS, default="both", help="what sums over the ranks (default: both)")
+    add("--fused", action="store_true", help="sum, residual and norm in one call, all_reduce_rms_norm")
     add("--launch", choices=LAUNCHES, help="start a process for each rank: all on GPU 0, or on a GPU each")
     add("--coordinator", help="with several processes: HOST:PORT, or auto")
     add("--processes", type=count, help="how many processes")
@@ -513,6 +554,8 @@ def check(options: argparse.Namespace) -> None:
         raise OptionError(f"argument --devices: must be at least --tp={options.tp}, got {options.devices}")
     if not all(prompt.strip() for prompt in options.prompt or ()):
         raise OptionError("argument --prompt: must not be empty")
+    if options.fused and options.reduce == "psum":
+        raise OptionError("argument --fused: all_reduce_rms_norm replaces all_reduce, so --reduce must not be psum")
     if options.launch and options.coordinator:
         raise OptionError("argument --launch: starts the processes itself, so it goes without --coordinator")
     if options.launch == "one-gpu" and options.reduce != "twoshot":
@@ -595,12 +638,16 @@ def run(options: argparse.Namespace) -> None:
         )
     names = REDUCTIONS[options.reduce]
     say(f"SmolLM2-135M-Instruct on {options.tp} {jax.default_backend()} devices; compiling")
-    reduce = {"all_reduce": lambda x: jax_twoshot.all_reduce(x, "tp"), "lax.psum": lambda x: lax.psum(x, "tp")}
+    wire = jnp.float32 if options.fused else jnp.bfloat16  # the same for both, so that their tokens can be compared
+    ranks = {
+        "all_reduce": Collectives.fused() if options.fused else Collectives.unfused(all_reduce, wire),
+        "lax.psum": Collectives.unfused(psum, wire),
+    }
     with ExitStack() as stack:
         if "all_reduce" in names:
             for dtype in (jnp.bfloat16, jnp.float32):
                 stack.enter_context(jax_twoshot.Workspace(mesh, "tp", rows=PREFILL_ROWS, width=WIDTH, dtype=dtype))
-        decoders = [Decoder(name, reduce[name], mesh, weights, context) for name in names]
+        decoders = [Decoder(name, ranks[name], mesh, weights, context) for name in names]
         scores = [ask(decoders, prompt, options.tokens, text, say) for prompt in prompts]
     say(f"\n{report(decoders, scores)}")
 

@@ -8,6 +8,7 @@
 #include <thread>
 #include <utility>
 
+#include "interrupts.h"
 #include "shared_words.h"
 #include "timeout.h"
 
@@ -18,6 +19,9 @@ namespace {
 // flag, so within a phase nothing needs order; between "I have read it" and "you may overwrite it" this does (R2).
 // Free on x86.
 void OrderPhases() { std::atomic_thread_fence(std::memory_order_acq_rel); }
+
+// A wait that is shorter ends well as a rule: Ctrl-C is not for it.
+constexpr double kSecondsBeforeInterrupt = 0.5;
 
 // R2: only the reader re-arms, exactly what it has read.
 void Rearm(std::byte* slot, int64_t chunks, uint32_t sentinel) { FillShared(slot, sentinel, chunks * kChunkBytes); }
@@ -32,14 +36,14 @@ Mailbox::Mailbox(Layout layout, uint32_t sentinel)
   for (int rank = 0; rank < layout.tp; ++rank) Rearm(at(rank, 0), layout.bytes() / kChunkBytes, sentinel);  // R7
 }
 
-Call::Call(Mailbox& mailbox, int rank, const Arithmetic& arithmetic, const void* x, void* out, int64_t bytes,
-           WaitPolicy policy)
+Call::Call(Mailbox& mailbox, int rank, const Arithmetic& arithmetic, const Message& message, WaitPolicy policy)
     : mailbox_(mailbox),
       rank_(rank),
       arithmetic_(arithmetic),
-      x_(static_cast<const std::byte*>(x)),
-      out_(static_cast<std::byte*>(out)),
-      bytes_(bytes),
+      x_(static_cast<const std::byte*>(message.x)),
+      addend_(static_cast<const std::byte*>(message.addend)),
+      out_(static_cast<std::byte*>(message.out)),
+      bytes_(message.bytes),
       policy_(std::move(policy)) {}
 
 Progress Call::Advance(double patience_seconds) {
@@ -97,6 +101,7 @@ Progress Call::Reduce() {
       if (const Progress progress = Await(from, chunk_, chunks, block); progress != Progress::kDone) return progress;
       (slot == 0 ? arithmetic_.start : arithmetic_.add)(sum, block, bytes);
     }
+    if (addend_ != nullptr) arithmetic_.add(sum, addend_ + round_ + chunk_ * kChunkBytes, bytes);
     arithmetic_.round(sum, block, bytes);
     OrderPhases();
     for (int peer = 0; peer < tp(); ++peer) StoreShared(mailbox_.gather(peer, generation_, chunk_), block, bytes);
@@ -140,7 +145,7 @@ bool Call::Goes(const Fault& fault, Phase phase) {
   while (!mailbox_.abandoned.load(std::memory_order_acquire) && seconds() < 2 * policy_.timeout_seconds) {
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
-  policy_.on_failure({phase, generation_, 0, uint64_t{1} << rank_, seconds(), mailbox_.abandoned});
+  policy_.on_failure({phase, generation_, 0, uint64_t{1} << rank_, seconds(), mailbox_.abandoned, false});
   return false;
 }
 
@@ -171,16 +176,19 @@ Progress Call::Blocked(int64_t chunk, int64_t chunks) {
   if (!blocked_) {
     blocked_ = true;
     blocked_since_ = Clock::now();
+    blocked_at_interrupt_ = interrupts.load(std::memory_order_relaxed);
   }
   const double seconds = std::chrono::duration<double>(Clock::now() - blocked_since_).count();
   const double timeout = policy_.timeout_seconds;
   const bool abandoned = mailbox_.abandoned.load(std::memory_order_acquire);
   const bool late = timeout > 0 && seconds > timeout * (phase_ == Phase::kCollect ? kCollectPatience : 1);
   const bool slow = timeout > 0 && seconds > timeout / 10 && !warned_;
-  if (abandoned || late || slow) {
+  const bool interrupted = seconds > kSecondsBeforeInterrupt && interrupts != blocked_at_interrupt_;
+  if (abandoned || late || slow || interrupted) {
     const int64_t first_chunk = round_ / kChunkBytes;
-    const Wait wait{phase_, generation_, first_chunk + chunk, MissingRanks(chunk, chunks), seconds, abandoned};
-    if (abandoned || late) {
+    const Wait wait{phase_,  generation_, first_chunk + chunk, MissingRanks(chunk, chunks),
+                    seconds, abandoned,   interrupted};
+    if (abandoned || late || interrupted) {
       policy_.on_failure(wait);
       return Progress::kFailed;
     }

@@ -64,6 +64,7 @@ struct Wait {
   uint64_t missing;  // bit r: rank r is waited for
   double seconds;    // waited so far
   bool abandoned;    // ended because another rank gave up first
+  bool interrupted;  // ended by Ctrl-C
 };
 
 struct WaitPolicy {
@@ -78,12 +79,19 @@ enum class Progress {
   kFailed,   // a peer did not come in time, or gave up; `on_failure` was called
 };
 
-// The call of one rank: sums `bytes` bytes at `x` over the ranks of `mailbox` into `out`, in as many rounds as it
-// takes.
+// What one rank puts in and gets: `bytes` bytes each. An `addend`, whole chunks that all ranks have alike, is added to
+// the sum of the ranks before it is rounded; nullptr for none.
+struct Message {
+  const void* x;
+  const void* addend;
+  void* out;
+  int64_t bytes;
+};
+
+// The call of one rank: sums a message over the ranks of `mailbox`, in as many rounds as it takes.
 class Call {
  public:
-  Call(Mailbox& mailbox, int rank, const Arithmetic& arithmetic, const void* x, void* out, int64_t bytes,
-       WaitPolicy policy);
+  Call(Mailbox& mailbox, int rank, const Arithmetic& arithmetic, const Message& message, WaitPolicy policy);
 
   // Goes on from where it stopped, on whatever thread, and waits for peers up to `patience_seconds` at a stretch.
   Progress Advance(double patience_seconds);
@@ -112,6 +120,7 @@ class Call {
   const int rank_;
   const Arithmetic& arithmetic_;
   const std::byte* const x_;
+  const std::byte* const addend_;
   std::byte* const out_;
   const int64_t bytes_;
   const WaitPolicy policy_;
@@ -124,6 +133,7 @@ class Call {
 
   double patience_seconds_ = 0;
   Clock::time_point blocked_since_;  // the wait for the present block, over all calls of Advance
+  uint64_t blocked_at_interrupt_ = 0;
   bool blocked_ = false;
   bool warned_ = false;
 };

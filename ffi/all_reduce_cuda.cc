@@ -18,9 +18,9 @@ ffi::TypeId LaunchSite::id = {};
 
 namespace {
 
-// Mirrors kernels/all_reduce.py: the control block is four words, all zero in a new workspace.
+// Mirrors kernels/launch.py: the control block is eight words, all zero in a new workspace.
+constexpr size_t kControlBytes = 32;
 constexpr size_t kControlCalls = 12;
-constexpr size_t kControlBytes = 16;
 constexpr uint32_t kSlow = 1;
 constexpr uint32_t kFailed = 2;
 constexpr uint32_t kReduce = 1;
@@ -50,6 +50,33 @@ StatusRecord Read(const StatusRecord& status) {
   copy.missing[1] = __atomic_load_n(&status.missing[1], __ATOMIC_RELAXED);
   copy.calls = __atomic_load_n(&status.calls, __ATOMIC_RELAXED);
   return copy;
+}
+
+std::string NotThisDevice(int ordinal) {
+  return "device " + std::to_string(ordinal) +
+         " is not one of the workspace's: the shard_map runs on another mesh than the Workspace was made for";
+}
+
+// Loads a kernel into the current context; throws with the driver's text, and leaves what it has made in `kernel`.
+void LoadKernel(const std::string& code, const std::string& symbol, Kernel& kernel) {
+  const CudaDriver& driver = CudaDriver::Get();
+  const std::string what = "loading kernel " + symbol;
+  driver.Check(driver.cuLibraryLoadData(&kernel.library, code.data(), nullptr, nullptr, 0, nullptr, nullptr, 0), what);
+  CUkernel handle;
+  driver.Check(driver.cuLibraryGetKernel(&handle, kernel.library, symbol.c_str()), what);
+  // Brings the code onto the device now: while another rank's kernel spins here, it could not be.
+  driver.Check(driver.cuKernelGetFunction(&kernel.function, handle), what);
+  // The all-reduce needs no shared memory, but its SMs must keep some to give: an SM changes its split of L1 and shared
+  // memory only when it is idle, so a peer's kernel that needs some could not start on an SM where this one waits for
+  // that peer. (Seen: 135 waiting CTAs on 132 SMs, and a peer's reduction in front of its call.)
+  driver.Check(driver.cuFuncSetAttribute(kernel.function, CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT,
+                                         CU_SHAREDMEM_CARVEOUT_MAX_SHARED),
+               what);
+}
+
+// In a context in which the library may be gone already, at exit, errors have nobody to go to.
+void UnloadKernel(const Kernel& kernel) {
+  if (kernel.library != nullptr) CudaDriver::Get().cuLibraryUnload(kernel.library);
 }
 
 }  // namespace
@@ -94,19 +121,7 @@ void CudaWorkspace::Prepare(Device& device, const std::vector<Cubin>& cubins) {
   for (const Cubin& cubin : cubins) {
     Kernel& kernel = device.kernels[{cubin.algorithm, cubin.format}];
     kernel.pdl = cubin.pdl;
-    const std::string what = "loading kernel " + cubin.symbol;
-    driver.Check(driver.cuLibraryLoadData(&kernel.library, cubin.code.data(), nullptr, nullptr, 0, nullptr, nullptr, 0),
-                 what);
-    CUkernel handle;
-    driver.Check(driver.cuLibraryGetKernel(&handle, kernel.library, cubin.symbol.c_str()), what);
-    // Brings the code onto the device now: while another rank's kernel spins here, it could not be.
-    driver.Check(driver.cuKernelGetFunction(&kernel.function, handle), what);
-    // The kernel needs no shared memory, but its SMs must keep some to give: an SM changes its split of L1 and shared
-    // memory only when it is idle, so a peer's kernel that needs some could not start on an SM where this one waits for
-    // that peer. (Seen: 135 waiting CTAs on 132 SMs, and a peer's reduction in front of its call.)
-    driver.Check(driver.cuFuncSetAttribute(kernel.function, CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT,
-                                           CU_SHAREDMEM_CARVEOUT_MAX_SHARED),
-                 what);
+    LoadKernel(cubin.code, cubin.symbol, kernel);
   }
   driver.Check(driver.cuCtxSynchronize(), "setting up the workspace");
 }
@@ -116,9 +131,8 @@ void CudaWorkspace::Release(Device& device) {
   try {
     const CudaDriver& driver = CudaDriver::Get();
     const DeviceScope scope(device.buffers.ordinal);
-    for (auto& [name, kernel] : device.kernels) {
-      if (kernel.library != nullptr) driver.cuLibraryUnload(kernel.library);
-    }
+    for (auto& [name, kernel] : device.kernels) UnloadKernel(kernel);
+    for (auto& [image, kernel] : loaded_) UnloadKernel(kernel[device.buffers.ordinal]);
     if (device.control != 0) driver.cuMemFree(device.control);
     if (device.side != nullptr) driver.cuStreamDestroy(device.side);
     if (device.status != nullptr) driver.cuMemFreeHost(device.status);
@@ -195,13 +209,9 @@ std::optional<std::string> CudaWorkspace::Launch(int ordinal, CUstream stream, s
                                                  const std::string& format, const void* x, void* out, int64_t bytes,
                                                  bool alone) {
   const auto found = devices_.find(ordinal);
-  if (found == devices_.end()) {
-    return "device " + std::to_string(ordinal) +
-           " is not one of the workspace's: the shard_map runs on another mesh than the Workspace was made for";
-  }
+  if (found == devices_.end()) return NotThisDevice(ordinal);
   Device& device = found->second;
   const int64_t itemsize = format == kFloat32.name ? kFloat32.itemsize : kBFloat16.itemsize;
-  const double timeout_seconds = DeadlineOf(timeout_seconds_).seconds;
   const bool counts = found == devices_.begin();
   if (counts) counts_->AddCall(bytes);
 
@@ -214,33 +224,89 @@ std::optional<std::string> CudaWorkspace::Launch(int ordinal, CUstream stream, s
     uint64_t x_address = reinterpret_cast<uint64_t>(x) + start;
     uint64_t out_address = reinterpret_cast<uint64_t>(out) + start;
     int32_t elements = static_cast<int32_t>(size / itemsize);
-    int32_t slot_chunks = static_cast<int32_t>(layout_.slot_chunks);
-    int32_t rank = device.buffers.rank;
-    uint64_t base = device.buffers.address;
-    uint64_t multicast = device.buffers.multicast;
-    uint64_t control = device.control;
-    uint64_t status = reinterpret_cast<uint64_t>(device.status);
-    int64_t timeout_ns = static_cast<int64_t>(timeout_seconds * 1e9);
-    int32_t generations = layout_.generations;
-    std::vector<void*> parameters{&x_address, &out_address, &elements, &slot_chunks, &rank,       &base,
-                                  &multicast, &control,     &status,   &timeout_ns,  &generations};
-    for (uint64_t& peer : device.buffers.peers) parameters.push_back(&peer);
-    CUlaunchAttribute attribute{};
-    attribute.id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
-    attribute.value.programmaticStreamSerializationAllowed = 1;
-    CUlaunchConfig config{};
-    config.gridDimX = static_cast<unsigned>(Grid(round.chunks, ranks_on_device_, sm_count_, alone));
-    config.gridDimY = config.gridDimZ = 1;
-    config.blockDimX = kThreads;
-    config.blockDimY = config.blockDimZ = 1;
-    config.hStream = stream;
-    config.attrs = &attribute;
-    config.numAttrs = kernel->second.pdl ? 1 : 0;
-    const CudaDriver& driver = CudaDriver::Get();
-    const CUresult launched = driver.cuLaunchKernelEx(&config, kernel->second.function, parameters.data(), nullptr);
-    if (launched != 0) return "launching the kernel: " + driver.ErrorText(launched);
+    const CUresult launched =
+        Launch(device, stream, kernel->second, Grid(round.chunks, ranks_on_device_, sm_count_, alone), kThreads, 0,
+               {&x_address, &out_address, &elements});
+    if (launched != 0) return "launching the kernel: " + CudaDriver::Get().ErrorText(launched);
     if (counts) counts_->AddRounds(round.algorithm, 1);
   }
+  return std::nullopt;
+}
+
+CUresult CudaWorkspace::Launch(Device& device, CUstream stream, const Kernel& kernel, int64_t grid, int threads,
+                               int shared_memory, std::vector<void*> parameters) const {
+  int32_t slot_chunks = static_cast<int32_t>(layout_.slot_chunks);
+  int32_t rank = device.buffers.rank;
+  uint64_t base = device.buffers.address;
+  uint64_t multicast = device.buffers.multicast;
+  uint64_t control = device.control;
+  uint64_t status = reinterpret_cast<uint64_t>(device.status);
+  int64_t timeout_ns = static_cast<int64_t>(DeadlineOf(timeout_seconds_).seconds * 1e9);
+  int32_t generations = layout_.generations;
+  const std::initializer_list<void*> trailing{&slot_chunks, &rank,   &base,       &multicast,
+                                              &control,     &status, &timeout_ns, &generations};
+  parameters.insert(parameters.end(), trailing);
+  for (uint64_t& peer : device.buffers.peers) parameters.push_back(&peer);
+  CUlaunchAttribute attribute{};
+  attribute.id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
+  attribute.value.programmaticStreamSerializationAllowed = 1;
+  CUlaunchConfig config{};
+  config.gridDimX = static_cast<unsigned>(grid);
+  config.gridDimY = config.gridDimZ = 1;
+  config.blockDimX = static_cast<unsigned>(threads);
+  config.blockDimY = config.blockDimZ = 1;
+  config.sharedMemBytes = static_cast<unsigned>(shared_memory);
+  config.hStream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = kernel.pdl ? 1 : 0;
+  return CudaDriver::Get().cuLaunchKernelEx(&config, kernel.function, parameters.data(), nullptr);
+}
+
+const KernelOnDevices& CudaWorkspace::Load(const KernelImage& image) {
+  const std::lock_guard<std::mutex> lock(loading_);
+  const auto [entry, made] = loaded_.try_emplace({image.code, image.shared_memory});
+  if (!made) return entry->second;
+  const CudaDriver& driver = CudaDriver::Get();
+  try {
+    for (auto& [ordinal, device] : devices_) {
+      const DeviceScope scope(ordinal);
+      Kernel& kernel = entry->second[ordinal];
+      kernel.pdl = image.pdl;
+      LoadKernel(image.code, image.symbol, kernel);
+      const std::string what = "preparing kernel " + image.symbol;
+      driver.Check(driver.cuFuncSetAttribute(kernel.function, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
+                                             image.shared_memory),
+                   what);
+      int fit = 0;
+      driver.Check(driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(&fit, kernel.function, image.threads,
+                                                                      static_cast<size_t>(image.shared_memory)),
+                   what);
+      if (fit < image.ctas_per_sm) {
+        throw std::runtime_error("ctas_per_sm: " + std::to_string(fit) + " CTAs of " + std::to_string(image.threads) +
+                                 " threads and " + std::to_string(image.shared_memory) +
+                                 " bytes of shared memory fit an SM of this GPU, " + std::to_string(image.ctas_per_sm) +
+                                 " were promised; ask for fewer");
+      }
+    }
+  } catch (...) {
+    for (auto& [ordinal, kernel] : entry->second) {
+      const DeviceScope scope(ordinal);
+      UnloadKernel(kernel);
+    }
+    loaded_.erase(entry);
+    throw;
+  }
+  return entry->second;
+}
+
+std::optional<std::string> CudaWorkspace::Launch(int ordinal, CUstream stream, const KernelOnDevices& kernel,
+                                                 int64_t grid, int threads, int shared_memory,
+                                                 std::vector<void*> first) {
+  const auto found = devices_.find(ordinal);
+  if (found == devices_.end()) return NotThisDevice(ordinal);
+  const CUresult launched =
+      Launch(found->second, stream, kernel.at(ordinal), grid, threads, shared_memory, std::move(first));
+  if (launched != 0) return "launching the kernel: " + CudaDriver::Get().ErrorText(launched);
   return std::nullopt;
 }
 
@@ -275,7 +341,20 @@ bool CudaWorkspace::InUse(int64_t id) {
   return found != registry.known.end() && !found->second.expired();
 }
 
+ffi::ErrorOr<std::shared_ptr<CudaWorkspace>> OpenWorkspace(const std::string& what, int64_t id, int64_t tp,
+                                                           int64_t slot_chunks) {
+  std::shared_ptr<CudaWorkspace> workspace = CudaWorkspace::Find(id);
+  if (workspace != nullptr && workspace->layout().tp == tp && workspace->layout().slot_chunks == slot_chunks) {
+    return workspace;
+  }
+  return ffi::Unexpected(ffi::Error(ffi::ErrorCode::kFailedPrecondition,
+                                    what + ": this program was compiled for workspace " + std::to_string(id) +
+                                        ", which is not open in this process; make the same workspaces in the same "
+                                        "order as where it was compiled"));
+}
+
 int64_t CudaHandlerCalls() { return handler_calls.load(std::memory_order_relaxed); }
+void CountCudaHandlerCall() { handler_calls.fetch_add(1, std::memory_order_relaxed); }
 
 namespace {
 
@@ -301,21 +380,16 @@ ffi::ErrorOr<std::unique_ptr<LaunchSite>> Instantiate(int64_t workspace_id, int6
     return ffi::Unexpected(ffi::Error::InvalidArgument("jax_twoshot.all_reduce over " + std::string(axes) +
                                                        ": unknown algorithm " + std::string(algorithm)));
   }
-  std::shared_ptr<CudaWorkspace> workspace = CudaWorkspace::Find(workspace_id);
-  if (workspace == nullptr || workspace->layout().tp != tp || workspace->layout().slot_chunks != slot_chunks) {
-    return ffi::Unexpected(ffi::Error(ffi::ErrorCode::kFailedPrecondition,
-                                      "jax_twoshot.all_reduce over " + std::string(axes) +
-                                          ": this program was compiled for workspace " + std::to_string(workspace_id) +
-                                          ", which is not open in this process; make the same workspaces in the same "
-                                          "order as where it was compiled"));
-  }
-  return std::make_unique<LaunchSite>(LaunchSite{std::move(workspace)});
+  ffi::ErrorOr<std::shared_ptr<CudaWorkspace>> workspace =
+      OpenWorkspace("jax_twoshot.all_reduce over " + std::string(axes), workspace_id, tp, slot_chunks);
+  if (workspace.has_error()) return ffi::Unexpected(workspace.error());
+  return std::make_unique<LaunchSite>(LaunchSite{std::move(workspace.value())});
 }
 
 ffi::Error Execute(CUstream stream, int32_t ordinal, LaunchSite* site, ffi::AnyBuffer x,
                    ffi::Result<ffi::AnyBuffer> out, int64_t, int64_t, int64_t, std::string_view algorithm,
                    std::string_view axes, std::string_view) {
-  handler_calls.fetch_add(1, std::memory_order_relaxed);
+  CountCudaHandlerCall();
   CudaWorkspace& workspace = *site->workspace;
   if (std::optional<std::string> failure = workspace.Failure()) {
     return ffi::Error(ffi::ErrorCode::kDeadlineExceeded, *failure);

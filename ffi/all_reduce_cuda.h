@@ -49,6 +49,24 @@ struct StatusRecord {
   uint32_t counted;  // not the kernel's: where RoundsDone copies to
 };
 
+// A compiled kernel that is no all-reduce, and what it takes of an SM.
+struct KernelImage {
+  std::string code;
+  std::string symbol;
+  int threads;
+  int ctas_per_sm;  // that it was compiled for
+  int shared_memory;
+  bool pdl;
+};
+
+// A kernel on one device.
+struct Kernel {
+  CUlibrary library = nullptr;
+  CUfunction function = nullptr;
+  bool pdl = false;
+};
+using KernelOnDevices = std::map<int, Kernel>;  // by ordinal
+
 // Everything of a workspace that is not symmetric memory: kernels, and each local device's small buffers. It lives as
 // long as the Python Workspace or a compiled program needs it.
 class CudaWorkspace {
@@ -80,6 +98,16 @@ class CudaWorkspace {
   std::optional<std::string> Launch(int ordinal, CUstream stream, std::optional<Algorithm> asked,
                                     const std::string& format, const void* x, void* out, int64_t bytes, bool alone);
 
+  // Brings another kernel onto every local device, or finds that it is there; it stays as long as the workspace. Throws
+  // std::runtime_error with the driver's text, or if fewer than `ctas_per_sm` CTAs fit an SM.
+  const KernelOnDevices& Load(const KernelImage& image);
+  // Most CTAs of a kernel that are sure to be resident together (R5).
+  int64_t MostCtas(int ctas_per_sm) const { return jax_twoshot::MostCtas(ranks_on_device_, sm_count_, ctas_per_sm); }
+  // Launches it; its parameters are `first`, one pointer each, and what every kernel of a workspace gets. An error
+  // text, or nothing.
+  std::optional<std::string> Launch(int ordinal, CUstream stream, const KernelOnDevices& kernel, int64_t grid,
+                                    int threads, int shared_memory, std::vector<void*> first);
+
   // The workspaces that Python has open, by id.
   static void Open(std::shared_ptr<CudaWorkspace> workspace);
   static void Close(int64_t id);
@@ -88,11 +116,6 @@ class CudaWorkspace {
   static bool InUse(int64_t id);
 
  private:
-  struct Kernel {
-    CUlibrary library = nullptr;
-    CUfunction function = nullptr;
-    bool pdl = false;
-  };
   struct Device {
     RankBuffers buffers;
     CUdeviceptr control = 0;
@@ -103,6 +126,9 @@ class CudaWorkspace {
 
   void Prepare(Device& device, const std::vector<Cubin>& cubins);
   void Release(Device& device);
+  // One launch on `device`: `parameters` and, after them, those that every kernel of a workspace gets.
+  CUresult Launch(Device& device, CUstream stream, const Kernel& kernel, int64_t grid, int threads, int shared_memory,
+                  std::vector<void*> parameters) const;
   std::string Describe(const Device& device, const StatusRecord& status, double seconds) const;
 
   int64_t id_;
@@ -115,6 +141,8 @@ class CudaWorkspace {
   const std::shared_ptr<CallCounts> counts_;
   std::mutex counting_;
   std::map<int, Device> devices_;
+  std::mutex loading_;
+  std::map<std::pair<std::string, int>, KernelOnDevices> loaded_;  // by code and shared memory
 };
 
 // A custom call of one executable: what keeps its workspace alive.
@@ -123,8 +151,13 @@ struct LaunchSite {
   std::shared_ptr<CudaWorkspace> workspace;
 };
 
-// How often XLA has called the handler in this process: a launch replayed from a command buffer does not count.
+// The open workspace that a program was compiled for, or an error that begins with `what`.
+xla::ffi::ErrorOr<std::shared_ptr<CudaWorkspace>> OpenWorkspace(const std::string& what, int64_t id, int64_t tp,
+                                                                int64_t slot_chunks);
+
+// How often XLA has called a CUDA handler in this process: a launch replayed from a command buffer does not count.
 int64_t CudaHandlerCalls();
+void CountCudaHandlerCall();
 
 XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxTwoshotCudaInstantiate);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxTwoshotCudaExecute);

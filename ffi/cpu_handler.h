@@ -1,4 +1,4 @@
-// The XLA FFI custom call "jax_twoshot_all_reduce" on the host platform.
+// The XLA FFI custom calls "jax_twoshot_all_reduce" and "jax_twoshot_all_reduce_rms_norm" on the host platform.
 #ifndef JAX_TWOSHOT_CPU_HANDLER_H_
 #define JAX_TWOSHOT_CPU_HANDLER_H_
 
@@ -21,6 +21,8 @@ struct CallSite {
 
 XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxTwoshotCpuInstantiate);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxTwoshotCpuExecute);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxTwoshotCpuRmsNormInstantiate);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxTwoshotCpuRmsNormExecute);
 
 }  // namespace jax_twoshot
 

@@ -43,6 +43,7 @@ CudaDriver Open() {
   Find(library, "cuLibraryGetKernel", driver.cuLibraryGetKernel);
   Find(library, "cuKernelGetFunction", driver.cuKernelGetFunction);
   Find(library, "cuFuncSetAttribute", driver.cuFuncSetAttribute);
+  Find(library, "cuOccupancyMaxActiveBlocksPerMultiprocessor", driver.cuOccupancyMaxActiveBlocksPerMultiprocessor);
   Find(library, "cuLaunchKernelEx", driver.cuLaunchKernelEx);
   driver.Check(driver.cuInit(0), "cuInit");
   return driver;

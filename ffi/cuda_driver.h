@@ -22,6 +22,7 @@ using CUfunction = struct CUfunc_st*;
 inline constexpr unsigned CU_STREAM_NON_BLOCKING = 0x01;
 inline constexpr unsigned CU_MEMHOSTALLOC_PORTABLE = 0x01;
 inline constexpr unsigned CU_MEMHOSTALLOC_DEVICEMAP = 0x02;
+inline constexpr int CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES = 8;
 inline constexpr int CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT = 9;
 inline constexpr int CU_SHAREDMEM_CARVEOUT_MAX_SHARED = 100;
 inline constexpr int CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION = 6;
@@ -69,6 +70,8 @@ struct CudaDriver {
   CUresult (*cuLibraryGetKernel)(CUkernel* kernel, CUlibrary library, const char* name);
   CUresult (*cuKernelGetFunction)(CUfunction* function, CUkernel kernel);
   CUresult (*cuFuncSetAttribute)(CUfunction function, int attribute, int value);
+  CUresult (*cuOccupancyMaxActiveBlocksPerMultiprocessor)(int* blocks, CUfunction function, int threads,
+                                                          size_t shared_memory);
   CUresult (*cuLaunchKernelEx)(const CUlaunchConfig* config, CUfunction function, void** parameters, void** extra);
 
   // The driver, opened and initialised; throws std::runtime_error that says what is missing.

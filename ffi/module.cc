@@ -15,7 +15,9 @@
 #include "all_reduce_cuda.h"
 #include "call_counts.h"
 #include "cpu_handler.h"
+#include "cute_call.h"
 #include "faults.h"
+#include "interrupts.h"
 #include "protocol.h"
 #include "timeout.h"
 
@@ -48,6 +50,8 @@ nb::dict ProtocolConstants() {
   constants["THREADS"] = jax_twoshot::kThreads;
   constants["CTAS_PER_SM"] = jax_twoshot::kCtasPerSm;
   constants["GRIDS_IN_FLIGHT"] = jax_twoshot::kGridsInFlight;
+  constants["NORM_THREADS"] = jax_twoshot::kNormThreads;
+  constants["NORM_MAX_BLOCKS"] = jax_twoshot::kNormMaxBlocks;
   constants["ALGORITHMS"] = nb::make_tuple(jax_twoshot::kAlgorithms[0], jax_twoshot::kAlgorithms[1]);
   constants["ONE_SHOT_SHARED_GPU"] = Limits(jax_twoshot::kOneShotSharedGpu);
   constants["ONE_SHOT_NVLINK"] = Limits(jax_twoshot::kOneShotNvlink);
@@ -96,6 +100,7 @@ NB_MODULE(_extension, module) {
                                 layout.gather_offset(generation, slot * slot_chunks + chunk));
              });
   module.def("set_timeout", [](double seconds) { jax_twoshot::timeout_seconds = seconds; });
+  module.def("count_interrupts", &jax_twoshot::CountInterrupts);
   // For tests/test_faults.py alone.
   module.def("plant_fault", &PlantFault, nb::arg("kind"), nb::arg("rank") = 0, nb::arg("phase") = "push",
              nb::arg("seconds") = 0.0, nb::arg("owner") = 0);
@@ -109,8 +114,13 @@ NB_MODULE(_extension, module) {
   });
   module.def("cpu_handlers",
              [] { return Stages(jax_twoshot::JaxTwoshotCpuInstantiate, jax_twoshot::JaxTwoshotCpuExecute); });
+  module.def("cpu_rms_norm_handlers", [] {
+    return Stages(jax_twoshot::JaxTwoshotCpuRmsNormInstantiate, jax_twoshot::JaxTwoshotCpuRmsNormExecute);
+  });
   module.def("cuda_handlers",
              [] { return Stages(jax_twoshot::JaxTwoshotCudaInstantiate, jax_twoshot::JaxTwoshotCudaExecute); });
+  module.def("cute_handlers",
+             [] { return Stages(jax_twoshot::JaxTwoshotCuteInstantiate, jax_twoshot::JaxTwoshotCuteExecute); });
 
   nb::class_<jax_twoshot::CallCounts>(module, "CallCounts")
       .def_prop_ro("calls", &jax_twoshot::CallCounts::calls)

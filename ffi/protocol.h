@@ -58,6 +58,14 @@ struct Layout {
 // Chunks that each rank owns of a round of `chunks`; the last owners may have fewer, or none.
 inline constexpr int64_t OwnedChunks(int64_t chunks, int tp) { return CeilDiv(chunks, tp); }
 
+inline constexpr int kNormThreads = 512;
+inline constexpr int kNormMaxBlocks = 4;
+
+// Chunks of each of the blocks into which a row is cut for its sum of squares.
+inline constexpr int64_t NormBlockChunks(int64_t row_chunks) {
+  return CeilDiv(row_chunks, CeilDiv(row_chunks, kNormThreads));
+}
+
 enum class Algorithm { kTwoShot, kOneShot };
 inline constexpr std::array<const char*, 2> kAlgorithms{"two_shot", "one_shot"};
 
@@ -100,11 +108,17 @@ inline constexpr RoundPlan NextRound(const Layout& layout, int64_t left, std::op
   return {algorithm, std::min(left, algorithm == Algorithm::kOneShot ? layout.slot_chunks : layout.capacity_chunks())};
 }
 
-// CTAs of one launch (R5); `alone` if the ranks that share a GPU run nothing else on it.
-inline constexpr int64_t Grid(int64_t chunks, int ranks_on_device, int sm_count, bool alone) {
+// Most CTAs of one launch that are sure to be resident with all others in flight (R5); `alone` if the ranks that share
+// a GPU run nothing else on it.
+inline constexpr int64_t MostCtas(int ranks_on_device, int sm_count, int ctas_per_sm, bool alone = false) {
   const bool sharing = ranks_on_device > 1 && !alone;
-  const int64_t room = sharing ? sm_count - 1 : static_cast<int64_t>(sm_count) * kCtasPerSm;
-  const int64_t most = room / (kGridsInFlight * ranks_on_device);
+  const int64_t room = sharing ? sm_count - 1 : static_cast<int64_t>(sm_count) * ctas_per_sm;
+  return room / (kGridsInFlight * ranks_on_device);
+}
+
+// CTAs of one launch of the all-reduce.
+inline constexpr int64_t Grid(int64_t chunks, int ranks_on_device, int sm_count, bool alone) {
+  const int64_t most = MostCtas(ranks_on_device, sm_count, kCtasPerSm, alone);
   return std::max<int64_t>(1, std::min(CeilDiv(chunks, kThreads), most));
 }
 

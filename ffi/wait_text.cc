@@ -23,7 +23,7 @@ std::string RankList(uint64_t ranks) {
 std::string DescribeWait(const WaitText& wait) {
   std::ostringstream text;
   text.precision(3);
-  text << "jax_twoshot.all_reduce over " << wait.axes << ": rank " << wait.rank << " of " << wait.tp << " waits for "
+  text << "jax_twoshot over " << wait.axes << ": rank " << wait.rank << " of " << wait.tp << " waits for "
        << RankList(wait.missing) << " (for " << wait.seconds << " s; phase " << (wait.reduce ? "reduce" : "collect")
        << ", generation " << wait.generation << ", chunk " << wait.chunk << ", " << wait.call << ")";
   return text.str();

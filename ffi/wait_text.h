@@ -22,7 +22,7 @@ struct WaitText {
   std::string_view call;  // which call of which workspace
 };
 
-// "jax_twoshot.all_reduce over AXES: rank R of TP waits for ranks ... (for ... s; phase ..., generation ..., chunk ...,
+// "jax_twoshot over AXES: rank R of TP waits for ranks ... (for ... s; phase ..., generation ..., chunk ...,
 // CALL)".
 std::string DescribeWait(const WaitText& wait);
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Iterable
 from typing import Any, NamedTuple, NoReturn
 
 import jax
@@ -53,8 +54,10 @@ def all_reduce(
       NameError: ``axis_name`` is not an axis here: no such axis, or outside ``shard_map``.
       ValueError: the axis is not manual, the workspace is closed or does not fit, or there is no such algorithm.
       NotImplementedError: another axis of the mesh is Auto, or the platform is neither CPU nor CUDA.
+      RuntimeError: this process was forked from one that has used the library.
     """
-    axes = _manual_axes(axis_name)
+    _ffi.enter_process()
+    axes = manual_axes("all_reduce", axis_name)
     choices = ("auto", *protocol.ALGORITHMS)
     if algorithm not in choices:
         raise ValueError(f"jax_twoshot.all_reduce: algorithm must be one of {choices}, got {algorithm!r}")
@@ -62,7 +65,7 @@ def all_reduce(
         return jax.tree.map(lambda leaf: _all_reduce_leaf(leaf, axes, workspace, algorithm), x)
 
 
-class _Axes(NamedTuple):
+class Axes(NamedTuple):
     """The reduced axes and the others, each in the mesh's order, with ``sizes`` of the whole mesh; which of the others
     are Explicit here, not manual."""
 
@@ -76,10 +79,11 @@ class _Axes(NamedTuple):
         return math.prod(self.sizes[name] for name in self.names)
 
 
-def _manual_axes(axis_name: str | tuple[str, ...]) -> _Axes:
+def manual_axes(function: str, axis_name: str | tuple[str, ...]) -> Axes:
+    """The axes that a call of ``jax_twoshot``'s ``function`` names, checked as `all_reduce` documents."""
     names = axes_tuple(axis_name)
     mesh = jax.sharding.get_abstract_mesh()
-    prefix = f"jax_twoshot.all_reduce: axis_name={axis_name!r}"
+    prefix = f"jax_twoshot.{function}: axis_name={axis_name!r}"
     if not names or len(set(names)) != len(names):
         raise ValueError(f"{prefix}: give one axis or a tuple of different axes")
     if not mesh.manual_axes:
@@ -108,21 +112,22 @@ def _manual_axes(axis_name: str | tuple[str, ...]) -> _Axes:
     in_mesh_order = tuple(n for n in mesh.axis_names if n in names)
     others = tuple(n for n in mesh.axis_names if n not in names)
     explicit = frozenset(n for n in mesh.explicit_axes if mesh.shape[n] > 1)
-    return _Axes(in_mesh_order, others, dict(mesh.shape), explicit)
+    return Axes(in_mesh_order, others, dict(mesh.shape), explicit)
 
 
 def check(x: jax.Array, axis_name: str | tuple[str, ...], platform: str) -> None:
     """Raises what ``all_reduce(x, axis_name)`` would, now or when it is compiled for ``platform``; and where there is
     nothing to sum, since only one rank is in the group."""
-    axes = _manual_axes(axis_name)
+    axes = manual_axes("all_reduce", axis_name)
     fmt = _format(x.dtype)
     if axes.tp == 1:
         raise ValueError(f"one rank along {axes_text(axes.names)}: nothing to sum")
     handle = workspace.resolve(None, axes.names, axes.sizes, fmt)
     if platform == "cpu":
-        _cpu_layout(axes.names, axes.tp, handle)
+        cpu_attributes(axes.names, axes.tp, handle)
     elif platform == "gpu":
-        _check_workspace(axes.names, x.dtype, handle)
+        if handle is None:
+            raise no_workspace(f"jax_twoshot.all_reduce over {axes_text(axes.names)}", x.dtype)
     else:
         _refuse_platform(platform)
 
@@ -137,12 +142,33 @@ def _format(dtype: np.dtype) -> protocol.Format:
     return fmt
 
 
-def _all_reduce_leaf(x: Any, axes: _Axes, given: Workspace | None, algorithm: str) -> jax.Array:
+class Place(NamedTuple):
+    """Which rank of which group runs the program, and whether the trace is typed (check_vma=True)."""
+
+    rank: jax.Array
+    group: jax.Array
+    typed: bool
+
+
+def place(axes: Axes) -> Place:
+    group = jax.lax.axis_index(axes.others) if axes.others else jnp.int32(0)
+    return Place(jax.lax.axis_index(axes.names), group, is_typed(axes))
+
+
+def is_typed(axes: Axes) -> bool:
+    """Whether check_vma=True: then, and only then, an axis index is typed as varying. What psum's rules go by."""
+    return bool(_compat.varying(jax.typeof(jax.lax.axis_index(axes.names))))
+
+
+def varying_over(x: jax.Array, axes: Iterable[str], typed: bool) -> jax.Array:
+    """``x``, in a typed trace typed as varying over ``axes`` too."""
+    missing = tuple(n for n in axes if n not in _compat.varying(jax.typeof(x))) if typed else ()
+    return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+
+def _all_reduce_leaf(x: Any, axes: Axes, given: Workspace | None, algorithm: str) -> jax.Array:
     x = jnp.asarray(x)
     fmt = _format(x.dtype)
-    rank = jax.lax.axis_index(axes.names)
-    # Under check_vma=True, and only there, an axis index is typed as varying: what psum's rules go by.
-    typed = bool(_compat.varying(jax.typeof(rank)))
     if axes.explicit:
         # Each device's part is a message of its own: left to XLA, the custom call would get x whole on every device.
         spec = jax.typeof(x).sharding.spec
@@ -151,12 +177,10 @@ def _all_reduce_leaf(x: Any, axes: _Axes, given: Workspace | None, algorithm: st
             axis_names=axes.explicit,
             in_specs=spec,
             out_specs=spec,
-            check_vma=typed,
+            check_vma=is_typed(axes),
         )(x)
-    group = jax.lax.axis_index(axes.others) if axes.others else jnp.int32(0)
-    missing = tuple(n for n in axes.names if n not in _compat.varying(jax.typeof(x))) if typed else ()
-    if missing:
-        x = jax.lax.pcast(x, missing, to="varying")
+    rank, group, typed = place(axes)
+    x = varying_over(x, axes.names, typed)
     handle = workspace.resolve(given, axes.names, axes.sizes, fmt)
     params = _Params(axes.names, axes.tp, handle, algorithm, typed)
     return all_reduce_p.bind(x, rank, group, **params._asdict())
@@ -212,34 +236,37 @@ def _lower_cpu(ctx, x, rank, group, *, axes, tp, workspace, algorithm, typed):
     if _is_identity(ctx, tp):
         return [x]
     _log_compiled(ctx, axes, "cpu", workspace)
-    return jax.ffi.ffi_lowering(_ffi.TARGET)(
-        ctx,
-        x,
-        rank,
-        group,
-        workspace=np.int64(workspace.id if workspace else -1),
-        timeout=np.float64(_ffi.timeout_attribute(workspace.timeout if workspace else None)),
-        **_attributes(axes, _cpu_layout(axes, tp, workspace)),
-    )
+    return jax.ffi.ffi_lowering(_ffi.TARGET)(ctx, x, rank, group, **cpu_attributes(axes, tp, workspace))
 
 
-def _cpu_layout(axes: tuple[str, ...], tp: int, workspace: workspace.Handle | None) -> protocol.Layout:
+def cpu_attributes(axes: tuple[str, ...], tp: int, workspace: workspace.Handle | None) -> dict[str, Any]:
+    """What the handlers on CPU read.
+
+    Raises:
+      NotImplementedError: the ranks are not all in this process.
+    """
     if jax.process_count() > 1:
         raise NotImplementedError(
             f"jax_twoshot.all_reduce over {axes_text(axes)}: on CPU the ranks are devices of one process, this job "
             f"has {jax.process_count()} processes; run it in one process with as many devices "
             "(jax.config.update('jax_num_cpu_devices', n)), or use jax.lax.psum"
         )
+    _ffi.let_ctrl_c_end_waits()
     layout = protocol.Layout.for_capacity(tp, protocol.CPU_CAPACITY_BYTES)
     if workspace and workspace.layout.slot_chunks < layout.slot_chunks:
-        return workspace.layout
-    return layout
+        layout = workspace.layout
+    return {
+        "workspace": np.int64(workspace.id if workspace else -1),
+        "timeout": np.float64(_ffi.timeout_attribute(workspace.timeout if workspace else None)),
+        **_attributes(axes, layout),
+    }
 
 
 def _lower_cuda(ctx, x, rank, group, *, axes, tp, workspace, algorithm, typed):
     if _is_identity(ctx, tp):
         return [x]
-    workspace = _check_workspace(axes, ctx.avals_in[0].dtype, workspace)
+    if workspace is None:
+        raise no_workspace(f"jax_twoshot.all_reduce over {axes_text(axes)}", ctx.avals_in[0].dtype)
     devices = _compat.lowering_devices(ctx)
     if devices is not None and devices != workspace.devices:
         raise ValueError(
@@ -264,14 +291,13 @@ def _log_compiled(ctx, axes: tuple[str, ...], platform: str, workspace: workspac
     logger.debug("all_reduce of %s over %s compiled for %s, %s", operand, axes_text(axes), platform, where)
 
 
-def _check_workspace(axes: tuple[str, ...], dtype: np.dtype, workspace: workspace.Handle | None) -> workspace.Handle:
-    if workspace is None:
-        raise ValueError(
-            f"jax_twoshot.all_reduce over {axes_text(axes)}: on CUDA it needs a workspace made before the first call; "
-            f"none is open for these axes of this mesh and dtype {dtype.name}. Make one on every "
-            "process and keep it: ws = jax_twoshot.Workspace(mesh, axis_name, rows=..., width=..., dtype=...)"
-        )
-    return workspace
+def no_workspace(what: str, dtype: Any) -> ValueError:
+    """What a call on CUDA raises that has no buffers; ``what`` names it and its axes."""
+    return ValueError(
+        f"{what}: on CUDA it needs a workspace made before the first call; none is open for these axes of this mesh "
+        f"and dtype {dtype.name}. Make one on every process and keep it: "
+        "ws = jax_twoshot.Workspace(mesh, axis_name, rows=..., width=..., dtype=...)"
+    )
 
 
 def _attributes(axes: tuple[str, ...], layout: protocol.Layout) -> dict[str, Any]:

@@ -68,6 +68,13 @@ def with_varying(aval: Any, axes: AbstractSet[str]) -> Any:
     return aval.update(manual_axis_type=jax.sharding.ManualAxisType(varying=frozenset(axes)))
 
 
+def array_type(shape: tuple[int, ...], dtype: Any, axes: AbstractSet[str]) -> Any:
+    """The type of an array that varies over exactly ``axes`` of the mesh of here."""
+    mesh = jax.sharding.get_abstract_mesh()
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*[None] * len(shape)))
+    return with_varying(jax.core.ShapedArray(shape, dtype, sharding=None if mesh.empty else sharding), axes)
+
+
 def lowering_devices(ctx: Any) -> tuple[int, ...] | None:
     """Ids of the devices that a program is being compiled for, in mesh order; None where JAX does not say, as in an
     export or in a shard_map inside another."""

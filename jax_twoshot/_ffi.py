@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import signal
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,7 +22,11 @@ except ImportError as error:
     ) from error
 
 TARGET = "jax_twoshot_all_reduce"
-"""The custom call's name, one handler a platform."""
+"""The all-reduce's custom call, one handler a platform."""
+RMS_NORM_TARGET = "jax_twoshot_all_reduce_rms_norm"
+"""The same with a residual and a norm, on CPU."""
+CUTE_TARGET = "jax_twoshot_cute_call"
+"""The custom call of a kernel that comes with it, on CUDA."""
 
 
 def protocol_constants() -> dict[str, Any]:
@@ -87,6 +93,31 @@ def open_cuda_workspace(
     )
 
 
+def enter_process() -> None:
+    """Remembers the process that first uses the library.
+
+    Raises:
+      RuntimeError: this is a fork of it. (A program compiled before the fork never gets here, and hangs in JAX.)
+    """
+    global _process
+    _process = _process or os.getpid()
+    if os.getpid() != _process:
+        raise RuntimeError(
+            "jax_twoshot: this process was forked from one that has used it, and the threads of JAX and the memory of "
+            "a GPU do not come along: start processes with multiprocessing's 'spawn' or 'forkserver', or fork first"
+        )
+
+
+_process: int | None = None
+
+
+def let_ctrl_c_end_waits() -> None:
+    """Calls that wait on CPU end on Ctrl-C from now on, unless the program has a SIGINT handler of its own: it may mean
+    to end the step first."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        _extension.count_interrupts()
+
+
 def timeout_attribute(timeout: float | None) -> float:
     """How the handlers are told a workspace's own deadline, in seconds: below 0 it has none."""
     return -1.0 if timeout is None else timeout
@@ -130,7 +161,9 @@ def _check_mirror() -> None:
 
 def _register() -> None:
     jax.ffi.register_ffi_target(TARGET, _extension.cpu_handlers(), platform="cpu")
+    jax.ffi.register_ffi_target(RMS_NORM_TARGET, _extension.cpu_rms_norm_handlers(), platform="cpu")
     jax.ffi.register_ffi_target(TARGET, _extension.cuda_handlers(), platform="CUDA")
+    jax.ffi.register_ffi_target(CUTE_TARGET, _extension.cute_handlers(), platform="CUDA")
 
 
 _compat.check_jaxlib(jaxlib.__version__, _extension.built_with_jaxlib)

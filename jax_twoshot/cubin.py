@@ -1,5 +1,7 @@
 """Compiled kernels: found, or compiled once and kept. Importing this needs no compiler and no GPU.
 
+A ``Variant`` is one of the all-reduce's own kernels, a ``Kernel`` any other: a class in a file, which may be a user's.
+
 A cubin is two files, ``NAME.cubin`` and ``NAME.json``. The second, written last, holds the SHA-256 of the
 first and what it was built from, so half an entry is never taken for a whole one. ``find`` looks in
 
@@ -9,13 +11,18 @@ first and what it was built from, so half an entry is never taken for a whole on
 4. the compiler, if it is installed; the result goes into the cache.
 
 In 1 and 2 a cubin that is damaged, or compiled from other kernel sources, is an error; in 3 it is a miss.
+The cache has to be the user's own: what another user owns or can write to is code of theirs, and an error. 1 and 2 are
+as trustworthy as whoever set the variable and installed the package. The driver sees no bytes but those that the
+metadata's SHA-256 is of, and that are an ELF file for NVIDIA GPUs.
 """
 
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 import os
+import stat
 import struct
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,11 +30,17 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from importlib import metadata
 from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 import filelock
 
 from jax_twoshot import _settings
-from jax_twoshot.protocol import ALGORITHMS, FORMATS
+from jax_twoshot.protocol import ALGORITHMS, FORMATS, NORM_MAX_BLOCKS, NORM_THREADS
+
+if TYPE_CHECKING:
+    from jax_twoshot.kernels.build import Compiled
 
 COMPILER = "nvidia-cutlass-dsl"
 _INSTALL = "pip install 'jax_twoshot[compile]'"
@@ -36,6 +49,8 @@ TP = (2, 3, 4, 5, 6, 7, 8, 16)
 ARCHS = ("sm_80", "sm_89", "sm_90a", "sm_100a", "sm_103a", "sm_120a")
 """Targets. Those before sm_90a have neither programmatic launch nor multicast."""
 
+_ELF_MACHINE = slice(18, 20)
+_EM_CUDA = b"\xbe\x00"
 _NV_INFO = 0x7000_0000
 """Type of the ELF section in which a cubin describes itself."""
 _REGCOUNT = 0x2F
@@ -108,8 +123,158 @@ class Variant:
     @property
     def name(self) -> str:
         """Names its files."""
-        store = "multicast" if self.multicast else "peers"
-        return f"{self.algorithm}-tp{self.tp}-{self.format}-{store}-{self.arch}"
+        return f"{self.algorithm}-tp{self.tp}-{self.format}-{_store(self.multicast)}-{self.arch}"
+
+    @property
+    def sources(self) -> str:
+        """Digest of what decides its code."""
+        return sources_digest()
+
+    def compile(self) -> Compiled:
+        """Compiles it, without looking anywhere."""
+        from jax_twoshot.kernels.all_reduce import AllReduce, compile_kernel
+
+        kernel = AllReduce(
+            self.tp, FORMATS[self.format], algorithm=self.algorithm, multicast=self.multicast, pdl=self.pdl
+        )
+        return compile_kernel(kernel, self.arch)
+
+    def how_to_compile(self, folder: Path | str) -> str:
+        """What puts it into ``folder``."""
+        return _compile_command(self.arch, folder)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A class with a ``@cute.kernel`` method ``kernel``, for one kind of workspace and one target.
+
+    Attributes:
+      source: where the class is: name of a module, or path of a ``.py`` file, which is run to get it.
+      class_name: of the class, at the top level of its file.
+      parameters: (name, value) of the keyword arguments it is made with, each a str, int, bool or float.
+      addresses: operands and results: the method's first parameters.
+      scalars: the method's ``Int32`` parameters after these.
+      tp: ranks in the group.
+      owners: ranks that own chunks: ``tp``, or 1 in the stand-in for one GPU.
+      format: name of the message's element type, one of `protocol.FORMATS`.
+      multicast: store what all ranks get once through a multicast address, else once to each peer.
+      deferred: calls re-arm what the call before has read.
+      threads: of a CTA.
+      ctas_per_sm: CTAs that must fit one SM, which bounds the registers.
+      shared_memory: dynamic bytes of a CTA.
+      arch: target, one of `ARCHS`.
+
+    Raises:
+      ValueError: there can be no such kernel.
+    """
+
+    source: str
+    class_name: str
+    parameters: tuple[tuple[str, str | int | bool | float], ...]
+    addresses: int
+    scalars: int
+    tp: int
+    owners: int
+    format: str
+    multicast: bool
+    deferred: bool
+    threads: int
+    ctas_per_sm: int
+    shared_memory: int
+    arch: str
+
+    def __post_init__(self) -> None:
+        for field, allowed in (("format", tuple(FORMATS)), ("arch", ARCHS), ("owners", (1, self.tp))):
+            if getattr(self, field) not in allowed:
+                raise ValueError(f"{field}: {self.class_name} can be for {allowed}, got {getattr(self, field)!r}")
+        if self.multicast and not _has_pdl_and_multicast(self.arch):
+            raise ValueError(f"multicast: needs sm_90a or later, got arch {self.arch!r}; use multicast=False")
+
+    @property
+    def pdl(self) -> bool:
+        """Whether it is to be launched with programmatic stream serialization."""
+        return _has_pdl_and_multicast(self.arch)
+
+    @property
+    def name(self) -> str:
+        """Names its files."""
+        kind = [f"tp{self.tp}", self.format, _store(self.multicast)]
+        kind += ["stand_in"] * (self.owners < self.tp) + ["deferred"] * self.deferred
+        launch = f"{self.threads}x{self.ctas_per_sm}" + f"x{self.shared_memory}" * bool(self.shared_memory)
+        parameters = [f"{name}={value}" for name, value in self.parameters]
+        return "-".join(quote(part, safe="=+") for part in (self.class_name, *parameters, *kind, launch, self.arch))
+
+    @property
+    def sources(self) -> str:
+        """Digest of what decides its code: its own file, and what that is built on."""
+        text = _source_path(self.source).read_bytes()
+        return hashlib.sha256(f"{sources_digest()}\n".encode() + text).hexdigest()
+
+    def how_to_compile(self, folder: Path | str) -> str:
+        """What puts it into ``folder``."""
+        if self.source.startswith(f"{__package__}."):
+            return _compile_command(self.arch, folder)
+        return (
+            f"jax_twoshot.cutedsl.compile_kernel(..., {self.arch!r}, folder={str(folder)!r}) with the call's own "
+            "arguments, which needs no GPU"
+        )
+
+    def compile(self) -> Compiled:
+        """Compiles it, without looking anywhere."""
+        from jax_twoshot.kernels import build, launch
+
+        kernel = getattr(_load(self.source), self.class_name)(**dict(self.parameters))
+        arguments = launch.Arguments.example(
+            tp=self.tp,
+            format=FORMATS[self.format],
+            owners=self.owners,
+            multicasts=self.multicast,
+            deferred=self.deferred,
+            pdl=self.pdl,
+        )
+        bounds = build.Bounds(self.threads, self.ctas_per_sm, self.shared_memory)
+        return build.compile_method(kernel, self.addresses, self.scalars, arguments, bounds, self.arch)
+
+
+def _store(multicast: bool) -> str:
+    return "multicast" if multicast else "peers"
+
+
+def _compile_command(arch: str, folder: Path | str) -> str:
+    return f"python -m jax_twoshot compile --arch {arch} -o {folder}, which needs no GPU"
+
+
+def _source_path(source: str) -> Path:
+    """The file of a `Kernel.source`.
+
+    Raises:
+      CubinError: there is none.
+    """
+    if source.endswith(".py"):
+        path = Path(source)
+    else:
+        spec = importlib.util.find_spec(source)
+        path = Path(spec.origin if spec is not None and spec.origin else source)
+    if not path.is_file():
+        raise CubinError(f"{source}: no file with the source of a kernel; name an importable module, or a .py file")
+    return path
+
+
+def _load(source: str) -> ModuleType:
+    """The module of a `Kernel.source`. A file is run anew: what is compiled is what its digest was made of."""
+    if not source.endswith(".py"):
+        return importlib.import_module(source)
+    path = _source_path(source)
+    spec = importlib.util.spec_from_file_location(f"jax_twoshot_kernel_{path.stem}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # the compiler looks its functions up there
+    spec.loader.exec_module(module)
+    return module
+
+
+Entry = Variant | Kernel
+"""What has a cubin."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +290,7 @@ class Cubin:
       compiler: name and version of the compiler.
     """
 
-    variant: Variant
+    variant: Entry
     image: bytes
     symbol: str
     registers: int
@@ -140,7 +305,7 @@ class CubinError(RuntimeError):
 # ---- Find --------------------------------------------------------------------------------------------------
 
 
-def find(variant: Variant) -> Cubin:
+def find(variant: Entry) -> Cubin:
     """The kernel of ``variant``, compiled now if it is nowhere else.
 
     Raises:
@@ -150,7 +315,8 @@ def find(variant: Variant) -> Cubin:
     for folder in _given_folders():
         if _exists(folder, variant):
             return _read_given(folder, variant)
-    for folder in _cache_folders():
+    for folder in _cache_folders(variant):
+        _require_own(folder, *_paths(folder, variant))
         try:
             return _read(folder, variant)
         except CubinError:
@@ -163,7 +329,7 @@ def find(variant: Variant) -> Cubin:
 def find_all(variants: Sequence[Variant], share: int = 0) -> list[Cubin]:
     """`find` of each. Processes that start together give different ``share``s: each begins with another kernel, and
     finds in the cache what the others have compiled meanwhile."""
-    start = share % len(variants)
+    start = share % max(1, len(variants))
     found = {variant: find(variant) for variant in (*variants[start:], *variants[:start])}
     return [found[variant] for variant in variants]
 
@@ -179,28 +345,27 @@ def _given_folders() -> Iterator[Path]:
     yield _PACKAGED
 
 
-def _cache_folders() -> list[Path]:
+def _cache_folders(variant: Entry) -> list[Path]:
     """Of this compiler; without one, of any: the sources are what has to match."""
     version = compiler_version() or "*"
-    return sorted((_settings.cache_dir() / "cubins").glob(f"{sources_digest()[:16]}-{version}"))
+    return sorted((_settings.cache_dir() / "cubins").glob(f"{variant.sources[:16]}-{version}"))
 
 
-def _exists(folder: Path, variant: Variant) -> bool:
+def _exists(folder: Path, variant: Entry) -> bool:
     return any(path.exists() for path in _paths(folder, variant))
 
 
-def _read_given(folder: Path, variant: Variant) -> Cubin:
+def _read_given(folder: Path, variant: Entry) -> Cubin:
     cubin = _read(folder, variant)
-    if cubin.sources != sources_digest():
+    if cubin.sources != variant.sources:
         raise CubinError(
-            f"{_paths(folder, variant)[0]}: compiled from other kernel sources than this jax_twoshot's "
-            f"({cubin.sources[:16]}, not {sources_digest()[:16]}).\n"
-            f"Compile it again: python -m jax_twoshot compile --arch {variant.arch} -o {folder}"
+            f"{_paths(folder, variant)[0]}: compiled from other sources than the kernel has now "
+            f"({cubin.sources[:16]}, not {variant.sources[:16]}).\nCompile it again: {variant.how_to_compile(folder)}"
         )
     return cubin
 
 
-def _nothing_found(variant: Variant) -> str:
+def _nothing_found(variant: Entry) -> str:
     stem = variant.name.removesuffix(variant.arch)
     others = [
         f"{folder} has this kernel for {', '.join(archs)} only, and this GPU needs {variant.arch}."
@@ -208,12 +373,11 @@ def _nothing_found(variant: Variant) -> str:
         if (archs := [arch for arch in ARCHS if (folder / f"{stem}{arch}.cubin").exists()])
     ]
     places = ", ".join(map(str, (*_given_folders(), _settings.cache_dir())))
-    command = f"python -m jax_twoshot compile --arch {variant.arch} -o DIR"
     lines = (
         f"{variant.name}.cubin: in none of {places}, and the compiler ({COMPILER}) is not installed.",
         *others,
-        f"Install it ({_INSTALL}), or compile on a machine that has it, which needs no GPU ({command}), "
-        "and set JAX_TWOSHOT_CUBIN_PATH=DIR here.",
+        f"Install it ({_INSTALL}), or compile elsewhere ({variant.how_to_compile('DIR')}), and set "
+        "JAX_TWOSHOT_CUBIN_PATH=DIR here.",
     )
     return "\n".join(lines)
 
@@ -239,7 +403,7 @@ def compiler_version() -> str | None:
         return None
 
 
-def compile_variant(variant: Variant) -> Cubin:
+def compile_variant(variant: Entry) -> Cubin:
     """Compiles one kernel: about 0.3 s, after 1 s for the compiler's import.
 
     Raises:
@@ -248,29 +412,21 @@ def compile_variant(variant: Variant) -> Cubin:
     version = compiler_version()
     if version is None:
         raise CubinError(f"{COMPILER}: the compiler is not installed: {_INSTALL}")
-    from jax_twoshot.kernels.all_reduce import AllReduce, compile_kernel
-
-    kernel = AllReduce(
-        variant.tp,
-        FORMATS[variant.format],
-        algorithm=variant.algorithm,
-        multicast=variant.multicast,
-        pdl=variant.pdl,
-    )
-    compiled = compile_kernel(kernel, variant.arch)
+    compiled = variant.compile()
     return Cubin(
         variant,
         compiled.cubin,
         compiled.symbol,
         _attribute(compiled.cubin, _REGCOUNT),
-        sources_digest(),
+        variant.sources,
         f"{COMPILER} {version}",
     )
 
 
-def _compile_into_cache(variant: Variant) -> Cubin:
-    folder = _settings.cache_dir() / "cubins" / f"{sources_digest()[:16]}-{compiler_version()}"
-    folder.mkdir(parents=True, exist_ok=True)
+def _compile_into_cache(variant: Entry) -> Cubin:
+    folder = _settings.cache_dir() / "cubins" / f"{variant.sources[:16]}-{compiler_version()}"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _require_own(folder)
     with filelock.FileLock(folder / f"{variant.name}.lock"):
         try:
             return _read(folder, variant)  # Another process was faster.
@@ -281,7 +437,7 @@ def _compile_into_cache(variant: Variant) -> Cubin:
 
 
 def variants(archs: Iterable[str]) -> list[Variant]:
-    """Every kernel for these targets."""
+    """Every kernel of the all-reduce for these targets."""
     return [
         Variant(tp, name, multicast, arch, algorithm)
         for arch in archs
@@ -292,21 +448,62 @@ def variants(archs: Iterable[str]) -> list[Variant]:
     ]
 
 
+def rms_norm_kernel(
+    tp: int, format: str, multicast: bool, arch: str, algorithm: str, blocks: int, *, owners: int | None = None
+) -> Kernel:
+    """The kernel of ``all_reduce_rms_norm`` for rows of ``blocks`` blocks (`protocol.norm_blocks`)."""
+    return Kernel(
+        source="jax_twoshot.kernels.rms_norm",
+        class_name="AllReduceRmsNorm",
+        parameters=(("algorithm", algorithm), ("blocks", blocks)),
+        addresses=5,
+        scalars=3,
+        tp=tp,
+        owners=owners or tp,
+        format=format,
+        multicast=multicast,
+        deferred=False,
+        threads=NORM_THREADS,
+        ctas_per_sm=1,
+        shared_memory=0,
+        arch=arch,
+    )
+
+
+def rms_norm_kernels(archs: Iterable[str]) -> list[Kernel]:
+    """Every kernel of ``all_reduce_rms_norm`` for these targets."""
+    return [
+        rms_norm_kernel(v.tp, v.format, v.multicast, v.arch, v.algorithm, blocks)
+        for v in variants(archs)
+        for blocks in range(1, NORM_MAX_BLOCKS + 1)
+    ]
+
+
 def compile_all(
     archs: Iterable[str], out_dir: Path, progress: Callable[[int, int, Cubin], None] | None = None
 ) -> list[Cubin]:
-    """Compiles every kernel for ``archs`` into ``out_dir``, for ``JAX_TWOSHOT_CUBIN_PATH`` or for a wheel.
-
-    Args:
-      archs: targets, of `ARCHS`.
-      out_dir: made if need be.
-      progress: called after each kernel with its number, from 1, how many there are, and the kernel.
+    """Compiles the library's kernels for ``archs`` into ``out_dir``, for ``JAX_TWOSHOT_CUBIN_PATH`` or for a wheel.
 
     Raises:
       CubinError: the compiler is not installed.
       ValueError: an unknown target.
     """
-    todo = variants(archs)
+    return compile_into([*variants(archs), *rms_norm_kernels(archs)], out_dir, progress)
+
+
+def compile_into(
+    todo: Sequence[Entry], out_dir: Path, progress: Callable[[int, int, Cubin], None] | None = None
+) -> list[Cubin]:
+    """Compiles kernels into a folder.
+
+    Args:
+      todo: the kernels.
+      out_dir: made if need be.
+      progress: called after each kernel with its number, from 1, how many there are, and the kernel.
+
+    Raises:
+      CubinError: the compiler is not installed.
+    """
     out_dir.mkdir(parents=True, exist_ok=True)
     done = []
     for number, variant in enumerate(todo, start=1):
@@ -329,34 +526,65 @@ def print_progress(number: int, total: int, cubin: Cubin) -> None:
 # ---- Files -------------------------------------------------------------------------------------------------
 
 
-def _paths(folder: Path, variant: Variant) -> tuple[Path, Path]:
+def _paths(folder: Path, variant: Entry) -> tuple[Path, Path]:
     return folder / f"{variant.name}.cubin", folder / f"{variant.name}.json"
+
+
+def _require_own(*paths: Path) -> None:
+    """Refuses a folder or file of the cache that another user owns or may write to; what does not exist is fine."""
+    for path in paths:
+        try:
+            status = path.stat()
+        except FileNotFoundError:
+            continue
+        if status.st_uid != os.geteuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise CubinError(
+                f"{path}: the cache holds code that runs on the GPU, and another user may write to this (owner "
+                f"{status.st_uid}, mode {stat.filemode(status.st_mode)}).\n"
+                "Remove it, or chmod go-w, or set JAX_TWOSHOT_CACHE_DIR to a folder of your own."
+            )
 
 
 def _write(folder: Path, cubin: Cubin) -> None:
     """Image first, metadata last, each put in its place in one step."""
-    record = asdict(cubin) | {"sha256": hashlib.sha256(cubin.image).hexdigest()}
-    del record["image"]
+    record = {
+        "variant": _identity(cubin.variant),
+        "symbol": cubin.symbol,
+        "registers": cubin.registers,
+        "sources": cubin.sources,
+        "compiler": cubin.compiler,
+        "sha256": hashlib.sha256(cubin.image).hexdigest(),
+    }
     image_path, record_path = _paths(folder, cubin.variant)
     for path, data in ((image_path, cubin.image), (record_path, json.dumps(record, indent=1).encode())):
         partial = path.with_suffix(f"{path.suffix}.{os.getpid()}")
+        partial.touch(mode=0o644)  # whatever the umask: `_require_own` looks
         partial.write_bytes(data)
         partial.replace(path)
 
 
-def _read(folder: Path, variant: Variant) -> Cubin:
+def _read(folder: Path, variant: Entry) -> Cubin:
     image_path, record_path = _paths(folder, variant)
     try:
         record = json.loads(record_path.read_bytes())
-        expected = record.pop("sha256")
-        cubin = Cubin(**record | {"variant": Variant(**record["variant"]), "image": image_path.read_bytes()})
+        expected, identity = record.pop("sha256"), record.pop("variant")
+        cubin = Cubin(variant, image_path.read_bytes(), **record)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CubinError(
             f"{image_path}: not a whole entry with {record_path.name} ({error}). Compile it again."
         ) from error
-    if hashlib.sha256(cubin.image).hexdigest() != expected or cubin.variant != variant:
+    if hashlib.sha256(cubin.image).hexdigest() != expected or identity != _identity(variant):
         raise CubinError(f"{image_path}: damaged, not what {record_path.name} says. Compile it again.")
+    if cubin.image[:4] != b"\x7fELF" or cubin.image[_ELF_MACHINE] != _EM_CUDA:
+        raise CubinError(f"{image_path}: not a cubin. Compile it again.")
     return cubin
+
+
+def _identity(variant: Entry) -> dict[str, Any]:
+    """As JSON gives it back. Where the source lies is no part of it: its digest is."""
+    fields = json.loads(json.dumps(asdict(variant)))
+    fields.pop("source", None)
+    return fields
 
 
 def _attribute(image: bytes, wanted: int) -> int:

@@ -251,6 +251,25 @@ def rounds(
         start += size
 
 
+# ---- RMSNorm of a row --------------------------------------------------------------------------------------
+
+NORM_THREADS = 512
+"""Most chunks of a row that are squared side by side: threads of a CTA that norms rows, one chunk each."""
+NORM_MAX_BLOCKS = 4
+"""Most chunks of a row that one thread keeps, so a row has at most 2048 chunks: 16384 BF16 values."""
+
+
+def norm_blocks(row_chunks: int) -> tuple[int, int]:
+    """``(blocks, chunks of a block)`` into which a row is cut for its sum of squares.
+
+    The order of that sum, a function of the row's width alone: the blocks are added to each other in order, element
+    by element, the last one as if filled up with zeros; then what stands in one block is added in pairs of neighbours
+    until one number is left, again as if filled up with zeros to a power of two.
+    """
+    blocks = ceil_div(row_chunks, NORM_THREADS)
+    return blocks, ceil_div(row_chunks, blocks)
+
+
 # ---- Launch plan (CUDA) ------------------------------------------------------------------------------------
 
 THREADS = 128
@@ -261,8 +280,8 @@ GRIDS_IN_FLIGHT = 2
 """With programmatic dependent launch the next grid of a rank is resident before the last one has left."""
 
 
-def grid(chunks: int, ranks_on_device: int, sm_count: int, alone: bool = False) -> int:
-    """CTAs of one launch (R5): a pure function of its arguments, equal on every rank, and so few that all grids in
+def most_ctas(ranks_on_device: int, sm_count: int, ctas_per_sm: int, alone: bool = False) -> int:
+    """Most CTAs of one launch (R5): a pure function of its arguments, equal on every rank, and so few that all grids in
     flight of all ranks that share the GPU are resident at once.
 
     Where ranks share a GPU they also leave one SM free (a CTA goes to the emptiest SM). A rank that comes late may have
@@ -270,19 +289,25 @@ def grid(chunks: int, ranks_on_device: int, sm_count: int, alone: bool = False) 
     of 8 ranks, one for want of registers, one for want of shared memory.
 
     Args:
-      chunks: chunks of the round.
       ranks_on_device: ranks that share one GPU (1 unless several processes use one GPU).
       sm_count: multiprocessors of the GPU; on unequal GPUs, the least of the mesh.
+      ctas_per_sm: CTAs of the kernel that fit one SM.
       alone: the ranks run nothing but such launches, as a benchmark may: no SM is left free.
 
     Raises:
       ValueError: not even one CTA a rank is sure to be resident.
     """
     sharing = ranks_on_device > 1 and not alone
-    most = (sm_count - 1 if sharing else sm_count * CTAS_PER_SM) // (GRIDS_IN_FLIGHT * ranks_on_device)
+    most = (sm_count - 1 if sharing else sm_count * ctas_per_sm) // (GRIDS_IN_FLIGHT * ranks_on_device)
     if most < 1:
         raise ValueError(
             f"ranks_on_device: {ranks_on_device} ranks cannot wait for each other on one GPU of {sm_count} SMs; "
             f"at most {(sm_count - 1) // GRIDS_IN_FLIGHT} can"
         )
-    return max(1, min(ceil_div(chunks, THREADS), most))
+    return most
+
+
+def grid(chunks: int, ranks_on_device: int, sm_count: int, alone: bool = False) -> int:
+    """CTAs of one launch of the all-reduce: a thread for each of the round's ``chunks``, as far as `most_ctas` allows,
+    whose other arguments and errors these are."""
+    return max(1, min(ceil_div(chunks, THREADS), most_ctas(ranks_on_device, sm_count, CTAS_PER_SM, alone)))

@@ -509,6 +509,8 @@ def _refusal(facts: Sequence[_Facts], shared: bool) -> str | None:
     for fact in facts:
         if fact.multicast_refusal:
             return f"GPU {fact.uuid}: {fact.multicast_refusal}"
+    if len(facts) == len({fact.group for fact in facts}):
+        return "each group has one rank, and nobody to store to"
     if shared:
         return (
             "ranks share a GPU, or know theirs by one ordinal because CUDA_VISIBLE_DEVICES hides the others"
@@ -880,7 +882,12 @@ class _TorchMemory(_DriverMemory):
         (member,) = self.members
         device = torch.device("cuda", member.device)
         switches = {_ALLOW_OVERLAPPING: overlapping, _DISABLE_MULTICAST: not multicast}
-        with torch.cuda.device(device), _environment(switches), self._group(step, member) as group:
+        with (
+            torch.cuda.device(device),
+            _environment(switches),
+            _private_files(),
+            self._group(step, member) as group,
+        ):
             # Not symm_mem.empty: its memory pool would share and keep the allocation.
             symmetric = _c10d()._SymmetricMemory
             tensor = symmetric.empty_strided_p2p((self.size,), (1,), torch.uint8, device)
@@ -953,6 +960,17 @@ def _torch_store(store: _KeyValueStore, step: str) -> Any:
 
 _torch_stores: list[Any] = []
 """Torch keeps only the C++ half of a store alive, and for ever (``set_group_info``)."""
+
+
+@contextmanager
+def _private_files() -> Iterator[None]:
+    """Keeps what the body creates from other users: torch passes memory through a socket in TMPDIR that has a name
+    anyone can guess, and who may write to it can pass memory too."""
+    before = os.umask(0o077)
+    try:
+        yield
+    finally:
+        os.umask(before)
 
 
 @contextmanager

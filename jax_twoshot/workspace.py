@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import logging
 import math
@@ -17,12 +18,29 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_twoshot import _ffi, _settings, protocol
+from jax_twoshot import _ffi, _settings, cubin, protocol
 
 if TYPE_CHECKING:
     from jax_twoshot.symmetric import SymmetricBuffer
 
 logger = logging.getLogger("jax_twoshot")
+
+
+@dataclass(frozen=True)
+class Gpus:
+    """What a launch depends on, the same for all GPUs of a mesh and on every process.
+
+    Attributes:
+      arch: the target that kernels are compiled for.
+      multicast: what all ranks get is stored once, through a multicast address.
+      ranks_on_device: most ranks that share one GPU.
+      sm_count: least number of multiprocessors.
+    """
+
+    arch: str
+    multicast: bool
+    ranks_on_device: int
+    sm_count: int
 
 
 @dataclass(frozen=True)
@@ -33,13 +51,59 @@ class Handle:
       id: number of the workspace, in the order in which this process made them.
       layout: of each rank's buffers.
       devices: ids of the mesh's devices, in mesh order.
+      owners: ranks that own chunks: all, or 1 in the stand-in for one GPU.
       timeout: seconds of its own deadline; None: the process's.
+      gpu: of the mesh; None on CPU.
     """
 
     id: int
     layout: protocol.Layout
     devices: tuple[int, ...]
+    owners: int
     timeout: float | None = None
+    gpu: Gpus | None = None
+
+    @property
+    def deferred(self) -> bool:
+        """Whether each call re-arms what the call before it has read."""
+        return self.layout.generations >= protocol.GENERATIONS_DEFERRED
+
+
+@dataclass(frozen=True)
+class View:
+    """One generation of a rank's buffers, as addresses on its device; a chunk lies at its number times 16 bytes.
+
+    Attributes:
+      device: ordinal of the device, as JAX knows it (``local_hardware_id``).
+      rank: of the device in its group.
+      recv: of this rank's ``[TP, slot_chunks]`` slots.
+      gather: of this rank's ``[TP * slot_chunks]`` sums.
+      peer_recv: of every rank's slots, in rank order; in the stand-in for one GPU, of the one rank's.
+      peer_gather: the same for the sums.
+      multicast_gather: where one multicast store reaches every rank's sums, or None.
+    """
+
+    device: int
+    rank: int
+    recv: int
+    gather: int
+    peer_recv: tuple[int, ...]
+    peer_gather: tuple[int, ...]
+    multicast_gather: int | None
+
+    @classmethod
+    def of(cls, layout: protocol.Layout, generation: int, buffer: SymmetricBuffer) -> View:
+        """The view of a rank's allocation."""
+        recv, gather = layout.recv_offset(generation, 0, 0), layout.gather_offset(generation, 0)
+        return cls(
+            buffer.device,
+            buffer.rank,
+            buffer.address + recv,
+            buffer.address + gather,
+            tuple(peer + recv for peer in buffer.peers),
+            tuple(peer + gather for peer in buffer.peers),
+            None if buffer.multicast is None else buffer.multicast + gather,
+        )
 
 
 @dataclass(frozen=True)
@@ -83,13 +147,21 @@ class Workspace:
         buffers on CUDA take about ``4 * rows * width`` elements, more where one-shot can carry much of such a message
         (`protocol.Layout.for_capacity`).
       dtype: BF16 (default), FP16 or FP32. The two 16-bit types may share a workspace.
+      generations: copies of the buffers: 2, or 3 for kernels in which each call re-arms what the call before it has
+        read (deferred re-arm). Such calls share no workspace with others, so ``all_reduce`` does not use one with 3.
+      owners: 1 for the stand-in of a group on a mesh of one device, with ``tp``: rank 0 owns every chunk, and slots 0
+        to ``tp - 1`` of its own buffers are the ranks. A kernel that is called on it pushes every rank's part itself
+        (``jax_twoshot.cutedsl.Arguments.parts``), so it can be tested and timed on one GPU, in one process.
+      tp: ranks that the stand-in plays; without ``owners`` the mesh says how many there are.
       timeout: the deadline of every wait for a peer, in seconds: of calls on this workspace, of making and of
         resetting it. 0 waits for ever; None (default) is ``JAX_TWOSHOT_TIMEOUT``. The same on every process.
 
     Raises:
       TypeError: ``mesh`` is no mesh, or ``dtype`` is none of the three.
-      ValueError: an axis that the mesh does not have, rows or width below 1, no number of seconds.
+      ValueError: an axis that the mesh does not have, rows or width below 1, other generations than 2 and 3, a
+        stand-in on several devices, or no number of seconds.
       SymmetricMemoryError: on CUDA, a process failed to set its part up, or did not come in time.
+      RuntimeError: this process was forked from one that has used the library.
     """
 
     def __init__(
@@ -100,8 +172,12 @@ class Workspace:
         rows: int,
         width: int,
         dtype: Any = jnp.bfloat16,
+        generations: int = protocol.GENERATIONS,
+        owners: int | None = None,
+        tp: int | None = None,
         timeout: float | None = None,
     ):
+        _ffi.enter_process()
         if not isinstance(mesh, jax.sharding.Mesh):
             raise TypeError(
                 f"Workspace: mesh must be a jax.sharding.Mesh (it says which devices), got {type(mesh).__name__}; "
@@ -120,20 +196,28 @@ class Workspace:
         name = np.dtype(dtype).name
         if name not in protocol.FORMATS:
             raise TypeError(f"Workspace: dtype must be one of {', '.join(protocol.FORMATS)}, got {name}")
+        if generations not in (protocol.GENERATIONS, protocol.GENERATIONS_DEFERRED):
+            raise ValueError(
+                f"Workspace: generations must be {protocol.GENERATIONS}, or {protocol.GENERATIONS_DEFERRED} for "
+                f"deferred re-arm, got {generations!r}"
+            )
         self.mesh = mesh
         self.axis_names = tuple(n for n in mesh.axis_names if n in names)
         self.format = protocol.FORMATS[name]
         self.rows, self.width = int(rows), int(width)
         self.timeout = None if timeout is None else _settings.seconds_of("Workspace: timeout", timeout)
-        tp = math.prod(mesh.shape[n] for n in self.axis_names)
+        tp = self._tp = _ranks(math.prod(mesh.shape[n] for n in self.axis_names), owners, tp)
         cuda = tp > 1 and mesh.devices.flat[0].platform == "gpu"
+        capacity = self.rows * self.width * self.format.itemsize
         # One rank has nobody to sum with and needs no buffers; the layout is then never used.
         layout = protocol.Layout.for_capacity(
             max(tp, protocol.MIN_RANKS),
-            self.rows * self.width * self.format.itemsize,
-            one_shot_bytes=protocol.most_one_shot_bytes(tp) if cuda else 0,
+            capacity,
+            generations,
+            one_shot_bytes=capacity if owners else protocol.most_one_shot_bytes(tp) if cuda else 0,
         )
-        self.handle = Handle(next(_ids), layout, tuple(device.id for device in mesh.devices.flat), self.timeout)
+        devices = tuple(device.id for device in mesh.devices.flat)
+        self.handle = Handle(next(_ids), layout, devices, owners or layout.tp, self.timeout)
         if cuda and self.rows * self.width > protocol.MAX_ROUND_ELEMENTS:
             raise ValueError(
                 f"Workspace: rows * width must be at most {protocol.MAX_ROUND_ELEMENTS} elements, got {rows} * {width}"
@@ -142,6 +226,8 @@ class Workspace:
         self._closed = False
         self._counts = _ffi.call_counts(self.handle.id)
         self._cuda = _CudaBuffers(self) if cuda else None
+        if self._cuda is not None:
+            self.handle = dataclasses.replace(self.handle, gpu=self._cuda.gpu)
         # Also when nobody keeps the workspace: a compiled program may still use the memory.
         self._release = weakref.finalize(self, self._cuda.close) if self._cuda else None
         _open[self.handle.id] = self
@@ -150,6 +236,11 @@ class Workspace:
             *(self.handle.id, axes_text(self.axis_names), dict(mesh.shape), name),
             layout.capacity_chunks * protocol.CHUNK_BYTES,
         )
+
+    @property
+    def tp(self) -> int:
+        """Ranks of a group, or those that the stand-in plays."""
+        return self._tp
 
     @property
     def closed(self) -> bool:
@@ -178,6 +269,41 @@ class Workspace:
         failure = self._cuda.failure() if self._cuda is not None else None
         if failure is not None:
             raise RuntimeError(failure)
+
+    def views(self, generation: int) -> tuple[View, ...]:
+        """Where the buffers of one generation lie, for each rank of this process: for kernels launched without JAX.
+
+        Args:
+          generation: 0 to ``generations - 1``.
+
+        Raises:
+          ValueError: no such generation, or there are no buffers: the workspace is closed, or on CPU.
+        """
+        layout = self.handle.layout
+        if not 0 <= generation < layout.generations:
+            raise ValueError(f"Workspace.views: generation must be 0 to {layout.generations - 1}, got {generation!r}")
+        if self._cuda is None or self._closed:
+            raise ValueError(
+                f"Workspace.views: there are no addresses, {self} is {'closed' if self._closed else 'not on GPUs'}"
+            )
+        return tuple(View.of(layout, generation, buffer) for buffer in self._cuda.buffers)
+
+    def grid(self, chunks: int, *, threads: int = protocol.THREADS, ctas_per_sm: int = 1) -> int:
+        """CTAs for a launch with a thread for each of ``chunks`` chunks, or as many as are sure to be resident (R5).
+
+        Args:
+          chunks: of 16 bytes.
+          threads: of a CTA.
+          ctas_per_sm: CTAs of the kernel that fit one SM, as for :func:`jax_twoshot.cute_call`.
+
+        Raises:
+          ValueError: the workspace is on CPU, or its ranks cannot share their GPU.
+        """
+        gpu = self.handle.gpu
+        if gpu is None:
+            raise ValueError(f"Workspace.grid: {self} is not on GPUs, and a grid depends on theirs")
+        most = protocol.most_ctas(gpu.ranks_on_device, gpu.sm_count, ctas_per_sm)
+        return max(1, min(protocol.ceil_div(chunks, threads), most))
 
     def stats(self) -> Stats:
         """What calls have done so far, as far as this process knows, without waiting for any of them.
@@ -237,7 +363,28 @@ class Workspace:
             return f"it was made for the axes {self.axis_names}, the call sums over {axes}"
         if self.format.sentinel != fmt.sentinel:
             return f"it is armed for {self.format.name}, x is {fmt.name}"
+        if self.handle.deferred:
+            return (
+                "it has 3 generations, for kernels that re-arm what the call before has read, and the call is none of "
+                "these"
+            )
         return None
+
+
+def _ranks(devices: int, owners: int | None, tp: int | None) -> int:
+    """Ranks of a group of so many devices, or those that one device plays."""
+    if owners is None:
+        if tp is not None:
+            raise ValueError(f"Workspace: tp goes with owners=1, else the mesh says it ({devices}); got tp={tp!r}")
+        return devices
+    if owners != 1 or devices != 1:
+        raise ValueError(
+            f"Workspace: owners must be 1, on axes of one device, for the stand-in of a group on a GPU; got {owners!r}"
+            f" on {devices} devices"
+        )
+    if tp not in cubin.TP:
+        raise ValueError(f"Workspace: tp must be one of {cubin.TP}, the ranks that owners=1 plays, got {tp!r}")
+    return tp
 
 
 def axes_tuple(axis_names: str | tuple[str, ...]) -> tuple[str, ...]:
@@ -265,6 +412,8 @@ class _CudaBuffers:
         from jax_twoshot import symmetric
 
         self.id = workspace.handle.id
+        self.gpu: Gpus | None = None
+        self._stand_in = workspace.handle.owners < workspace.handle.layout.tp
         self._format = workspace.format
         self._layout = workspace.handle.layout
         self._timeout = workspace.timeout
@@ -290,29 +439,39 @@ class _CudaBuffers:
 
     def _open(self, buffers: Sequence[SymmetricBuffer]) -> None:
         """Loads the kernels of the formats that share the sentinel, and makes each device's small buffers."""
-        from jax_twoshot import cubin
-
         by_ordinal = {device.local_hardware_id: device for device in jax.local_devices()}
         (arch,) = {cubin.arch_for(_capability(by_ordinal[b.device])) for b in buffers}
         multicast = all(b.multicast is not None for b in buffers)
-        variants = [
-            cubin.Variant(self._layout.tp, f.name, multicast, arch, algorithm)
-            for algorithm in protocol.ALGORITHMS
-            for f in protocol.FORMATS.values()
-            if f.sentinel == self._format.sentinel
-        ]
-        found = cubin.find_all(variants, share=jax.process_index())
-        protocol.grid(1, buffers[0].ranks_on_device, buffers[0].sm_count)  # R5: refuse what cannot be resident
+        self.gpu = Gpus(arch, multicast, buffers[0].ranks_on_device, buffers[0].sm_count)
+        protocol.grid(1, self.gpu.ranks_on_device, self.gpu.sm_count)  # R5: refuse what cannot be resident
+        variants = self._all_reduce_variants()
+        found = zip(variants, cubin.find_all(variants, share=jax.process_index()), strict=True)
         self.native = _ffi.open_cuda_workspace(
             self.id,
             self._axes,
             self._layout,
             self._timeout,
-            buffers[0].ranks_on_device,
-            buffers[0].sm_count,
-            [(c.variant.algorithm, c.variant.format, c.image, c.symbol, c.variant.pdl) for c in found],
-            [(b.device, b.rank, b.address, b.multicast or 0, list(b.peers)) for b in buffers],
+            self.gpu.ranks_on_device,
+            self.gpu.sm_count,
+            [(v.algorithm, v.format, c.image, c.symbol, v.pdl) for v, c in found],
+            [(b.device, b.rank, b.address, b.multicast or 0, self._peers(b)) for b in buffers],
         )
+
+    def _all_reduce_variants(self) -> list[cubin.Variant]:
+        """The kernels of the all-reduce, for the formats that share the sentinel; none where it is refused."""
+        assert self.gpu is not None
+        if self._stand_in or self._layout.generations != protocol.GENERATIONS:
+            return []
+        return [
+            cubin.Variant(self._layout.tp, f.name, self.gpu.multicast, self.gpu.arch, algorithm)
+            for algorithm in protocol.ALGORITHMS
+            for f in protocol.FORMATS.values()
+            if f.sentinel == self._format.sentinel
+        ]
+
+    def _peers(self, buffer: SymmetricBuffer) -> list[int]:
+        """An address for each rank; in the stand-in all ranks are at this one's."""
+        return list(buffer.peers) * (self._layout.tp // len(buffer.peers))
 
     def failure(self) -> str | None:
         """Why no further call can succeed, or None."""

@@ -145,9 +145,10 @@ def test_psum_form_runs_on_all_reduce_unchanged(weights):
     assert f"\npsum: {2 * (2 * decode.LAYERS + 2)} served by all_reduce, 0 passed on\n" in done.stdout
 
 
-def test_one_rank_gives_the_same_answer(weights):
+@pytest.mark.parametrize("options", [["--tp", "1"], ["--fused"]], ids=["one rank", "fused"])
+def test_gives_the_same_answer(options, weights):
     done = run_example(
-        *("smollm2_decode.py", "--tp", "1", "--reduce", "twoshot", "--tokens", "12", "--prompt", CAPITAL),
+        *("smollm2_decode.py", *options, "--reduce", "twoshot", "--tokens", "12", "--prompt", CAPITAL),
         SMOLLM2_CACHE_DIR=str(weights.parent),
     )
     assert done.returncode == 0, done.stderr
@@ -220,6 +221,7 @@ def test_unusable_folder_ends_with_code_3(tmp_path, monkeypatch, capsys):
         (["--reduce", "sum"], "argument --reduce: invalid choice: 'sum'"),
         (["--processes", "3"], "argument --coordinator: HOST:PORT needs --processes and --process-id"),
         (["--launch", "gpu-each", "--coordinator", "auto"], "argument --launch: starts the processes itself"),
+        (["--fused", "--reduce", "psum"], "argument --fused: all_reduce_rms_norm replaces"),
         (["--launch", "one-gpu"], "argument --reduce: with --launch one-gpu it must be twoshot"),
         (["--launch", "gpu-each"], "argument --launch: gpu-each needs 3 NVIDIA GPU(s), this machine has 0"),
         (

@@ -89,7 +89,7 @@ def test_slow_waits_and_the_last_failure() -> None:
     )
     slow, failed = said.splitlines()
     assert slow == "True None"
-    assert re.match(r"2 jax_twoshot.all_reduce over axis 'tp': rank \d of 8 waits for rank", failed), failed
+    assert re.match(r"2 jax_twoshot over axis 'tp': rank \d of 8 waits for rank", failed), failed
 
 
 def test_log_lines(caplog: pytest.LogCaptureFixture) -> None:

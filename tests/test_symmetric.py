@@ -11,6 +11,7 @@ This file is both the tests and the worker of the several-process ones.
 from __future__ import annotations
 
 import ctypes
+import gc
 import importlib.util
 import itertools
 import logging
@@ -24,6 +25,7 @@ import types
 import weakref
 from collections import Counter
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -622,6 +624,7 @@ class FakeTorch:
         self.environments.append(
             tuple(os.environ.get(n) for n in (symmetric._DISABLE_MULTICAST, symmetric._ALLOW_OVERLAPPING))
         )
+        assert "Umask:\t0077\n" in Path("/proc/self/status").read_text()
         if self.gpu.fails("rendezvous"):
             raise RuntimeError("CUDA driver error: invalid argument")
         group.store.set(f"{count}/{group.rank}", str(tensor.data_ptr()).encode())
@@ -727,8 +730,14 @@ def outcome(process: int, faults: dict[str, Any]) -> dict[str, Any]:
     left = {
         name: os.environ.get(name) for name in (symmetric._DISABLE_MULTICAST, symmetric._ALLOW_OVERLAPPING)
     }
+    gc.collect()
     return result | {
         "warnings": warnings.take(),
+        "resources": {
+            "files": len(os.listdir("/proc/self/fd")),
+            "threads": len(os.listdir("/proc/self/task")),
+            "shared memory": Path("/proc/self/maps").read_text().count("/dev/shm"),
+        },
         "alive": sum(torch.alive.values()),
         "groups": len(torch.groups),
         "environments": torch.environments,
@@ -941,6 +950,12 @@ def test_a_process_that_does_not_reset_is_named_at_three_deadlines(results):
             "Workspace(timeout=...) of 0.5 s has passed; "
         )
     check_clean(results["one does not reset"])
+
+
+def test_no_set_up_leaves_a_file_a_thread_or_shared_memory_behind(results):
+    """Most of the scenarios between these two fail."""
+    for process in range(4):
+        assert results["afterwards"][process]["resources"] == results["multicast"][process]["resources"]
 
 
 # ---- torch itself ------------------------------------------------------------------------------------------

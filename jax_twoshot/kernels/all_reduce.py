@@ -58,16 +58,14 @@ import inspect
 import shlex
 import tempfile
 from pathlib import Path
-from typing import NamedTuple
 
 from cutlass import Int32, Int64, Uint32, const_expr, cute
 
-from jax_twoshot.kernels import memory, oneshot, twoshot
+from jax_twoshot.kernels import launch, memory, oneshot, twoshot
+from jax_twoshot.kernels.build import Compiled
 from jax_twoshot.kernels.memory import Chunk
 from jax_twoshot.kernels.twoshot import Buffers, Watch
 from jax_twoshot.protocol import ALGORITHMS, CHUNK_BYTES, CTAS_PER_SM, THREADS, Format, owned_chunks
-
-FOREVER_NS = 1 << 62
 
 
 class AllReduce:
@@ -106,8 +104,7 @@ class AllReduce:
         peers: list[Int64],
     ) -> None:
         """The whole of a launch, in one thread of it; the parameters are those of the module's docstring."""
-        lane = cute.arch.thread_idx()[0]
-        thread = cute.arch.block_idx()[0] * THREADS + lane
+        thread = cute.arch.block_idx()[0] * THREADS + cute.arch.thread_idx()[0]
         threads = cute.arch.grid_dim()[0] * THREADS
 
         # What memory has to say is asked for first: all that is computed next has until then.
@@ -134,7 +131,7 @@ class AllReduce:
         )
         target = self.aim(buffers, thread)
         if timeout_ns == 0:
-            timeout_ns = Int64(FOREVER_NS)
+            timeout_ns = Int64(launch.FOREVER_NS)
         watch = Watch(control, status, timeout_ns, calls)
 
         alive = state < twoshot.FAILED
@@ -149,14 +146,14 @@ class AllReduce:
         cute.arch.sync_threads()
         if alive:
             self.reduce_owned(buffers, watch, thread, mine, threads)
-        before = self.arrive(control, lane)
+        before = launch.count_cta(control)
         if alive:
             for chunk in range(thread, chunks, threads):
                 self.store(out, chunk, elements, self.take(buffers, chunk, watch))
         else:
             for chunk in range(thread, chunks, threads):
                 self.store(out, chunk, elements, twoshot.not_a_number(self.format))
-        self.advance(control, before, epoch, calls, generations)
+        launch.advance_epoch(control, before, epoch, calls, Uint32(generations))
 
     @cute.jit
     def reduce_owned(self, buffers: Buffers, watch: Watch, first: Int32, end: Int32, step: Int32) -> None:
@@ -164,26 +161,6 @@ class AllReduce:
         if const_expr(not self.one_shot):
             for index in range(first, end, step):
                 twoshot.reduce(buffers, index, watch)
-
-    @cute.jit
-    def arrive(self, control: Int64, lane: Int32) -> Uint32:
-        """Counts this CTA: how many came before it. Nothing waits for the count before ``advance``."""
-        before = Uint32(0xFFFF_FFFF)
-        if lane == 0:
-            before = memory.count_to(control + twoshot.CONTROL_ARRIVALS, Uint32(cute.arch.grid_dim()[0] - 1))
-        return before
-
-    @cute.jit
-    def advance(
-        self, control: Int64, before: Uint32, epoch: Uint32, calls: Uint32, generations: Int32
-    ) -> None:
-        """The last CTA to arrive readies the control block for the next call (R6)."""
-        if before == Uint32(cute.arch.grid_dim()[0] - 1):
-            following = epoch + 1
-            if following == Uint32(generations):
-                following = Uint32(0)
-            memory.store_control(control + twoshot.CONTROL_EPOCH, following)
-            memory.store_control(control + twoshot.CONTROL_CALLS, calls + 1)
 
     @cute.jit
     def load(self, x: Int64, chunk: Int32, elements: Int32) -> Chunk:
@@ -258,14 +235,6 @@ class AllReduce:
 AllReduce.kernel.set_name_prefix(
     "jax_twoshot_all_reduce", remove_cutlass_symbol=True, keep_mangled_name=False
 )
-
-
-class Compiled(NamedTuple):
-    """A kernel for one architecture: the cubin, the PTX it was assembled from, its symbol in both."""
-
-    cubin: bytes
-    ptx: str
-    symbol: str
 
 
 def compile_kernel(kernel: AllReduce, arch: str) -> Compiled:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cutlass import Boolean, Float32, Int32, Int64, Uint16, Uint32, cute, range_constexpr
+from cutlass import Boolean, Float32, Int32, Int64, Uint16, Uint32, const_expr, cute, range_constexpr
 from cutlass.cutlass_dsl import select_
 
 from jax_twoshot.kernels import memory
@@ -107,26 +107,32 @@ def push(buffers: Buffers, target: Int64, words: Chunk) -> None:
 
 
 @cute.jit
-def reduce(buffers: Buffers, index: Int32, watch: Watch) -> None:
-    """Sums the slots of this rank's chunk ``index`` into every rank's gather (R3) and re-arms them (R2)."""
+def reduce(
+    buffers: Buffers, index: Int32, watch: Watch, deferred: bool = False, addend: Chunk | None = None
+) -> None:
+    """Sums the slots of this rank's chunk ``index``, and an ``addend``, into every rank's gather (R3, R10) and re-arms
+    them (R2), unless the next call is to do that (``deferred``)."""
     slots = slots_of(buffers, Int64(index))
     chunk = buffers.rank * buffers.owned + index
-    words, complete = sum_slots(buffers, slots, chunk, watch)
+    words, complete = sum_slots(buffers, slots, chunk, watch, addend)
     if complete:
         publish_everywhere(buffers, buffers.gather_offset(buffers.generation, chunk), words)
-        for slot in slots:
-            rearm(slot, buffers.format)
+        if const_expr(not deferred):
+            for slot in slots:
+                rearm(slot, buffers.format)
 
 
 @cute.jit
-def collect(buffers: Buffers, chunk: Int32, watch: Watch) -> Chunk:
-    """Waits for the sum of ``chunk`` in this rank's gather, returns it and re-arms its place (R2)."""
+def collect(buffers: Buffers, chunk: Int32, watch: Watch, deferred: bool = False) -> Chunk:
+    """Waits for the sum of ``chunk`` in this rank's gather, returns it and re-arms its place (R2), unless the next
+    call is to do that (``deferred``)."""
     owner, _ = owner_of(buffers, chunk)
     place = buffers.base + buffers.gather_offset(buffers.generation, Int64(chunk))
     chunks, arrived = wait(buffers, watch, [place], [Uint32(1) << Uint32(owner)], COLLECT, Int64(chunk))
     words = chunks[0]  # by its own name: a branch cannot assign a name that was unpacked from a nested pattern
     if arrived:
-        rearm(place, buffers.format)
+        if const_expr(not deferred):
+            rearm(place, buffers.format)
     else:
         words = not_a_number(buffers.format)
     return words
@@ -155,8 +161,11 @@ def slots_of(buffers: Buffers, index: Int64) -> list[Int64]:
 
 
 @cute.jit
-def sum_slots(buffers: Buffers, slots: list[Int64], chunk: Int64, watch: Watch) -> tuple[Chunk, Boolean]:
-    """Waits for ``slots`` and adds them in rank order (R3): ``(words, complete)``; incomplete, no words to use."""
+def sum_slots(
+    buffers: Buffers, slots: list[Int64], chunk: Int64, watch: Watch, addend: Chunk | None = None
+) -> tuple[Chunk, Boolean]:
+    """Waits for ``slots`` and adds them in rank order (R3), an ``addend`` last (R10): ``(words, complete)``;
+    incomplete, no words to use."""
     total: list[Float32] = []
     complete = Boolean(True)
     for first in range_constexpr(0, buffers.tp, SLOTS_AT_ONCE):
@@ -165,6 +174,8 @@ def sum_slots(buffers: Buffers, slots: list[Int64], chunk: Int64, watch: Watch) 
         parts, arrived = wait(buffers, watch, batch, masks, REDUCE, chunk)
         total = add_in_order(total, parts, buffers.format)
         complete = complete & arrived
+    if const_expr(addend is not None):
+        total = add_in_order(total, [addend], buffers.format)
     return without_negative_zero(narrow(total, buffers.format), buffers.format), complete
 
 

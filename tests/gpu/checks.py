@@ -13,7 +13,7 @@ import tempfile
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -42,9 +42,16 @@ WALK = (1, 6, 12, 8, 16, 3, 5, 2, 4, 1)
 LOOP_CALLS = 20
 CAPTURED_CALLS = 100
 SOAK_SHAPES = ((1, 7168), (16, 2880), (3, 577), (8, 7168))
+CUTE_SHAPES = ((1, 7168), (16, 2880), (3, 576), (8, 7168))
+"""Whole chunks."""
+KERNELS = Path(__file__).with_name("kernels.py")
 SOAK_CALLS = 64
 """Calls of a soak's program."""
 WORKSPACES = 200
+FUSED_SHAPES = ((1, 7168), (6, 7168), (3, 576), (64, 7168), (2, 4096), (12, 2880), (31, 4096), (1, 16384), (70, 7168))
+"""The last is larger than the workspace."""
+LAYERS = 24
+EPS = 1e-5
 
 
 # ---- Counting ----------------------------------------------------------------------------------------------
@@ -310,30 +317,108 @@ def profile(job: Job) -> dict[str, Any]:
     return {"handler_calls": _ffi.cuda_handler_calls() - before, "kernels": ours, "host": graphs}
 
 
+# ---- Fused layers ------------------------------------------------------------------------------------------
+
+
+def rms_norm(job: Job) -> dict[str, Any]:
+    """``all_reduce_rms_norm``: sizes that walk, and layers that follow each other, unrolled and in ``lax.scan``."""
+    random, tally = np.random.default_rng(12), Tally()
+    with jax_twoshot.Workspace(job.mesh, "tp", rows=64, width=7168) as workspace:
+
+        def call(x: jax.Array, residual: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
+            return jax_twoshot.all_reduce_rms_norm(x, residual, weight, "tp", eps=EPS, workspace=workspace)
+
+        program = job.program(call)
+        for run in range(job.runs(270)):
+            shape = FUSED_SHAPES[run % len(FUSED_SHAPES)]
+            x, residual, weight = values(random, job.tp, *shape), values(random, *shape), values(random, shape[-1])
+            if run % 3 == 0:
+                job.hold_up_one(random)
+            got = program(job.place(x), _everywhere(job, residual), _everywhere(job, weight))
+            for what, result, want in zip(
+                ("normalised", "residual"), got, reference.all_reduce_rms_norm(x, residual, weight, EPS), strict=True
+            ):
+                tally.add(f"run {run} of {shape}, {what}", result, want)
+        _run_layers(job, call, random, tally)
+    return tally.result()
+
+
+def _everywhere(job: Job, array: np.ndarray) -> jax.Array:
+    """The same on each rank."""
+    return job.place(np.broadcast_to(array, (job.tp, *array.shape)))
+
+
+def _run_layers(job: Job, call: Callable, random: np.random.Generator, tally: Tally) -> None:
+    def layer(carry: tuple[jax.Array, ...], weight: jax.Array) -> Any:
+        y, residual = call(*carry, weight)
+        return (feed(y, carry[0]), residual), (y, residual)
+
+    def unrolled(x: jax.Array, residual: jax.Array, weight: jax.Array) -> Any:
+        carry, results = (x, residual), []
+        for _ in range(LAYERS):
+            carry, result = layer(carry, weight)
+            results.append(result)
+        return tuple(jnp.stack(each) for each in zip(*results, strict=True))
+
+    def scanned(x: jax.Array, residual: jax.Array, weight: jax.Array) -> Any:
+        return lax.scan(lambda carry, _: layer(carry, weight), (x, residual), length=LAYERS)[1]
+
+    programs = {"unrolled": job.program(unrolled), "scan": job.program(scanned)}
+    for run in range(job.runs(30)):
+        x, residual, weight = values(random, job.tp, *SHAPE), values(random, *SHAPE), values(random, SHAPE[-1])
+        want = _layers(x, residual, weight)
+        operands = job.place(x), _everywhere(job, residual), _everywhere(job, weight)
+        for name, program in programs.items():
+            if run % 2:
+                job.hold_up_one(random)
+            for what, result, each in zip(("normalised", "residual"), program(*operands), want, strict=True):
+                tally.add(f"{name}, run {run}, {what}", result, each)
+
+
+def _layers(x: np.ndarray, residual: np.ndarray, weight: np.ndarray) -> list[np.ndarray]:
+    scale = np.where(np.arange(len(x)) % 2 == 0, 0.5, -0.25).astype(x.dtype).reshape(-1, 1, 1)
+    results = []
+    for _ in range(LAYERS):
+        results.append(reference.all_reduce_rms_norm(x, residual, weight, EPS))
+        y, residual = results[-1]
+        x = y * scale + x
+    return [np.stack(each) for each in zip(*results, strict=True)]
+
+
 # ---- Soak --------------------------------------------------------------------------------------------------
 
 
 def soak(job: Job) -> dict[str, Any]:
     """Very many calls in captured programs, ranks late at random, compared on the device."""
+    with jax_twoshot.Workspace(job.mesh, "tp", rows=8, width=7168) as workspace:
+        return _soak(job, lambda x: jax_twoshot.all_reduce(x, "tp", workspace=workspace), SOAK_SHAPES)
+
+
+def deferred_soak(job: Job) -> dict[str, Any]:
+    """The same with a kernel that re-arms what the call before it has read."""
+    with jax_twoshot.Workspace(job.mesh, "tp", rows=8, width=7168, generations=3) as workspace:
+        return _soak(job, lambda x: cute_sum(x, workspace), CUTE_SHAPES)
+
+
+def _soak(job: Job, all_reduce: Callable[[jax.Array], jax.Array], shapes: Sequence[tuple[int, int]]) -> dict[str, Any]:
     random = np.random.default_rng(7)
     before, start = _ffi.cuda_handler_calls(), time.monotonic()
     runs = -(-job.calls // SOAK_CALLS)
-    with jax_twoshot.Workspace(job.mesh, "tp", rows=8, width=7168) as workspace:
-        program = job.program(_soak_program(job.tp, workspace), donate=(0, 1))
-        # One counter goes round on the device: no input from the host, and the same addresses at each run.
-        number, wrong = (job.place(np.zeros(job.tp, np.int32)) for _ in range(2))
-        for run in range(runs):
-            if random.random() < 0.2:
-                job.hold_up_one(random)
-            number, wrong = program(number, wrong)
-            if run % 32 == 0:
-                jax.block_until_ready(number)
-        counted = [int(np.asarray(shard.data)[0]) for shard in wrong.addressable_shards]
-        done = {int(np.asarray(shard.data)[0]) for shard in number.addressable_shards}
+    program = job.program(_soak_program(job.tp, all_reduce, shapes), donate=(0, 1))
+    # One counter goes round on the device: no input from the host, and the same addresses at each run.
+    number, wrong = (job.place(np.zeros(job.tp, np.int32)) for _ in range(2))
+    for run in range(runs):
+        if random.random() < 0.2:
+            job.hold_up_one(random)
+        number, wrong = program(number, wrong)
+        if run % 32 == 0:
+            jax.block_until_ready(number)
+    counted = [int(np.asarray(shard.data)[0]) for shard in wrong.addressable_shards]
+    done = {int(np.asarray(shard.data)[0]) for shard in number.addressable_shards}
     assert done == {runs}, f"{done} runs instead of {runs}"
     return {
         "calls": runs * SOAK_CALLS,
-        "compared": runs * (SOAK_CALLS // 2) // len(SOAK_SHAPES) * 2 * sum(r * w for r, w in SOAK_SHAPES),
+        "compared": runs * (SOAK_CALLS // 2) // len(shapes) * 2 * sum(r * w for r, w in shapes),
         "wrong": sum(counted),
         "first": None,
         "handler_calls": _ffi.cuda_handler_calls() - before,
@@ -341,11 +426,10 @@ def soak(job: Job) -> dict[str, Any]:
     }
 
 
-def _soak_program(tp: int, workspace: jax_twoshot.Workspace) -> Callable:
+def _soak_program(
+    tp: int, all_reduce: Callable[[jax.Array], jax.Array], shapes: Sequence[tuple[int, int]]
+) -> Callable:
     """``(run, wrong)`` to the next run's. Calls in pairs: one on new integers, the other on its sum."""
-
-    def all_reduce(x: jax.Array) -> jax.Array:
-        return jax_twoshot.all_reduce(x, "tp", workspace=workspace)
 
     def count(got: jax.Array, want: jax.Array) -> jax.Array:
         want = want.astype(jnp.float32).astype(got.dtype)
@@ -355,11 +439,11 @@ def _soak_program(tp: int, workspace: jax_twoshot.Workspace) -> Callable:
     def rank(run: jax.Array, wrong: jax.Array) -> tuple[jax.Array, jax.Array]:
         for pair in range(SOAK_CALLS // 2):
             number = run * (SOAK_CALLS // 2) + pair
-            shape = SOAK_SHAPES[pair % len(SOAK_SHAPES)]
+            shape = shapes[pair % len(shapes)]
             want = sum(_integers(shape, number, other, tp) for other in range(tp))
             # The count, zero if all is well, ties each pair to the one before.
             mine = _integers(shape, number, lax.axis_index("tp"), tp) + wrong
-            once = all_reduce(mine.astype(workspace.format.name))
+            once = all_reduce(mine.astype(BF16))
             twice = all_reduce(once)
             wrong += count(once, want) + count(twice, tp * want)
         return run + 1, wrong
@@ -374,6 +458,101 @@ def _integers(shape: tuple[int, ...], number: jax.Array, rank: int | jax.Array, 
     x = places * jnp.uint32(0x9E3779B1) + seed * jnp.uint32(0x85EBCA6B)
     x = (x ^ (x >> 15)) * jnp.uint32(0xC2B2AE35)
     return ((x ^ (x >> 13)) % jnp.uint32(256 // tp)).astype(jnp.int32)
+
+
+# ---- Kernels of one's own ----------------------------------------------------------------------------------
+
+
+def cute_sum(x: jax.Array, workspace: jax_twoshot.Workspace) -> jax.Array:
+    """What ``all_reduce`` would give for whole chunks; in the stand-in for one GPU, the ranks are the first axis."""
+    kernel = jax_twoshot.CuteKernel(KERNELS, "Sum", **({"deferred": True} if workspace.handle.deferred else {}))
+    shape = x.shape[1:] if workspace.handle.owners == 1 else x.shape
+    chunks = int(np.prod(shape)) // 8
+    return jax_twoshot.cute_call(
+        kernel,
+        x,
+        workspace=workspace,
+        out_shape=jax.ShapeDtypeStruct(shape, x.dtype),
+        scalars=[chunks],
+        grid=workspace.grid(chunks),
+        varying=(),
+    )
+
+
+def cute(job: Job) -> dict[str, Any]:
+    """A kernel and ``all_reduce`` by turns on one workspace, in programs of both, one rank late at every other run."""
+    random, tally = np.random.default_rng(13), Tally()
+    with jax_twoshot.Workspace(job.mesh, "tp", rows=16, width=7168) as workspace:
+
+        def rank(given: jax.Array) -> list[jax.Array]:
+            one = cute_sum(given, workspace)
+            two = jax_twoshot.all_reduce(feed(one, given), "tp", workspace=workspace)
+            return [one, two, cute_sum(feed(two, given), workspace)]
+
+        program = job.program(rank)
+        for run in range(job.runs(400)):
+            given = values(random, job.tp, *CUTE_SHAPES[run % len(CUTE_SHAPES)])
+            placed = job.place(given)
+            if run % 2:
+                job.hold_up_one(random)
+            for index, (sums, want) in enumerate(zip(program(placed), chain(given, 3), strict=True)):
+                tally.add(f"run {run}, call {index}", sums, want)
+        return tally.result()
+
+
+def all_to_all(job: Job) -> dict[str, Any]:
+    """A kernel that collects every rank's part and sums nothing."""
+    random, tally, chunks = np.random.default_rng(14), Tally(), 360
+    with small_workspace(job) as workspace:
+
+        def rank(x: jax.Array) -> jax.Array:
+            return jax_twoshot.cute_call(
+                jax_twoshot.CuteKernel(KERNELS, "PartsInOrder"),
+                x,
+                workspace=workspace,
+                out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
+                scalars=[chunks],
+                grid=workspace.grid(chunks),
+            )
+
+        program = job.program(rank)
+        for run in range(job.runs(100)):
+            parts = values(random, job.tp, job.tp, chunks * 8)
+            for rank_here, shard in zip(job.here, program(job.place(parts)).addressable_shards, strict=True):
+                tally.add(f"run {run}", _Alone(shard), parts[:, rank_here])
+        return tally.result()
+
+
+class _Alone:
+    """One shard of a result, which only this rank can compare."""
+
+    def __init__(self, shard: Any) -> None:
+        self.addressable_shards = [shard]
+
+
+def stand_in(job: Job) -> dict[str, Any]:
+    """One GPU whose slots play the ranks: re-armed at once and deferred, alone and three calls in a program."""
+    random, tally = np.random.default_rng(15), Tally()
+    for tp, generations in ((2, 2), (4, 3), (8, 2), (8, 3)):
+        options = {"owners": 1, "tp": tp, "generations": generations}
+        with jax_twoshot.Workspace(job.mesh, "tp", rows=16, width=7168, **options) as workspace:
+
+            def rank(x: jax.Array, workspace: jax_twoshot.Workspace = workspace) -> list[jax.Array]:
+                one = cute_sum(x, workspace)
+                two = cute_sum(x + one, workspace)
+                return [one, two, cute_sum(x + two, workspace)]
+
+            program = job.program(rank)
+            for run in range(job.runs(100)):
+                parts = values(random, tp, *CUTE_SHAPES[run % len(CUTE_SHAPES)])
+                want = [reference.all_reduce(parts)]
+                while len(want) < 3:
+                    want.append(reference.all_reduce(parts + want[-1]))
+                for index, (got, expected) in enumerate(zip(program(job.place(parts[None])), want, strict=True)):
+                    tally.add(f"{tp} ranks, {generations} generations, run {run}, call {index}", got, expected)
+            (view,) = workspace.views(1)
+            assert view.gather - view.recv == workspace.handle.layout.recv_bytes
+    return tally.result()
 
 
 # ---- Set-up, lifetime, errors ------------------------------------------------------------------------------
@@ -549,6 +728,27 @@ def absent(job: Job) -> dict[str, Any]:
         job.barrier(seconds=6 * _deadline())
 
     return _without_one(job, act, after)
+
+
+def absent_from_kernel(job: Job) -> dict[str, Any]:
+    """One rank does not call the others' kernel."""
+    workspace = jax_twoshot.Workspace(job.mesh, "tp", rows=16, width=2880)
+    program = job.program(lambda x: cute_sum(x, workspace))
+    given, tally = values(np.random.default_rng(16), job.tp, 16, 2880), Tally()
+    placed = job.place(given)
+    tally.add("all call", program(placed), reference.all_reduce(given))
+    counted = tally.result()
+    job.barrier()
+    if LATE in job.here:
+        job.barrier(seconds=6 * _deadline())
+        return {"absent": True}
+    found = counted | {
+        "numbers in the result": _numbers(lambda: program(placed)),
+        "check": _refusal(workspace.check, RuntimeError),
+        "next call": _numbers(lambda: program(placed)),
+    }
+    job.barrier(seconds=6 * _deadline())
+    return found
 
 
 def killed(job: Job) -> dict[str, Any]:

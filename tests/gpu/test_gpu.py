@@ -30,6 +30,7 @@ CALLS = {
     "walk": 2000,
     "loops": 30 * 2,
     "kept": 300 * 5,
+    "rms_norm": 270 * 2 + 30 * 2 * 2,
     "soak": 20_032,
 }
 """Calls that each check must have compared."""
@@ -67,6 +68,30 @@ def test_the_cpu_backend_has_the_same_bits(numbers):
 def cpu_digest(tp):
     (results,) = worker.launch(tp, ["digest"], place="cpu", env={"JAX_PLATFORMS": "cpu"})
     return results["digest"]["sha256"]
+
+
+# ---- Kernels of one's own ----------------------------------------------------------------------------------
+
+KERNEL_CALLS = {"cute": 400 * 3, "all_to_all": 100, "deferred_soak": 20_032}
+
+
+@pytest.fixture(scope="module", params=(2, 4, 8), ids="tp{}".format)
+def kernels(request, gpu):
+    """Each rank's results."""
+    return worker.launch(request.param, [*KERNEL_CALLS], timeout=200)
+
+
+@pytest.mark.parametrize("check", KERNEL_CALLS)
+def test_no_bit_of_a_kernel_of_ones_own_is_wrong(kernels, check, figure):
+    figure(f"{kernels[0][check]['seconds']} s, {kernels[0][check]}")
+    for rank, result in enumerate(rank[check] for rank in kernels):
+        assert (result["calls"], result["wrong"]) == (KERNEL_CALLS[check], 0), f"rank {rank}: {result['first']}"
+
+
+def test_one_gpu_plays_all_ranks(gpu, figure):
+    (result,) = (rank["stand_in"] for rank in worker.launch(1, ["stand_in"]))
+    figure(f"{result['seconds']} s, {result}")
+    assert (result["calls"], result["wrong"]) == (4 * 100 * 3, 0), result["first"]
 
 
 # ---- Programs and workspaces -------------------------------------------------------------------------------
@@ -135,7 +160,7 @@ def test_a_program_outlives_a_workspace_that_nobody_keeps(gpu):
 @pytest.fixture(scope="module")
 def late(gpu):
     """Each rank's results: one is late, then it calls no more."""
-    return worker.launch(4, ["slow", "absent"], env=DEADLINE)
+    return worker.launch(4, ["slow", "absent", "absent_from_kernel"], env=DEADLINE)
 
 
 def test_a_slow_rank_is_logged_and_nothing_else_happens(late, figure):
@@ -160,6 +185,15 @@ def test_stats_wait_for_nothing_and_count_slow_waits(late, figure):
 def test_a_rank_that_never_calls_is_named(late, figure):
     for rank in OTHERS:
         judge_what_the_others_saw(rank, late[rank]["absent"], figure)
+
+
+def test_a_rank_that_never_calls_a_kernel_is_named(late, figure):
+    for rank in OTHERS:
+        result = late[rank]["absent_from_kernel"]
+        figure(f"rank {rank}: {result['check']}")
+        assert (result["calls"], result["wrong"], result["numbers in the result"]) == (1, 0, 0)
+        for text in (result["check"], result["next call"]):
+            assert f"rank {rank} of 4 waits for rank 2 (" in str(text)
 
 
 def test_a_killed_rank_is_named(gpu, figure):
