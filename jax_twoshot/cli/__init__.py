@@ -108,6 +108,17 @@ def _bench_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="seconds for each number of --ranks; default 300",
     )
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument(
+        "--decode",
+        action="store_true",
+        help="with --ranks: time a decode step with the sums and without them, not the sums alone",
+    )
+    what.add_argument(
+        "--tune",
+        action="store_true",
+        help="with --ranks: time one shot against two, and print the table for JAX_TWOSHOT_TUNING",
+    )
     parser.add_argument(
         "--json", metavar="PATH", type=_output_file, help="write all samples; - is standard output"
     )
