@@ -131,6 +131,7 @@ NB_MODULE(_extension, module) {
       .def("begin_reset", &jax_twoshot::CudaWorkspace::BeginReset)
       .def("clear", &jax_twoshot::CudaWorkspace::Clear)
       .def("end_reset", &jax_twoshot::CudaWorkspace::EndReset)
+      .def("control", &jax_twoshot::CudaWorkspace::Control)
       // For bench.py: the kernels alone, on a stream of the caller's own.
       .def(
           "launch",

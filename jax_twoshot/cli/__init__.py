@@ -133,6 +133,9 @@ def _compile_arguments(parser: argparse.ArgumentParser) -> None:
         "--arch", action="extend", nargs="+", metavar="ARCH", help="targets, such as sm_90a sm_100a"
     )
     targets.add_argument("--all", action="store_true", help="every target")
+    parser.add_argument(
+        "--tp", type=_whole_numbers(MIN_RANKS), metavar="N,N,...", help="for groups of so many ranks; default: all"
+    )
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="DIR", help="made if need be")
 
 
