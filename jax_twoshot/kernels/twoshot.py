@@ -225,8 +225,7 @@ def sum_slots(
         parts, arrived = wait(buffers, watch, batch, masks, REDUCE, chunk)
         total = add_in_order(total, parts, buffers.format)
         complete = complete & arrived
-    if const_expr(addend is not None):
-        total = add_in_order(total, [addend], buffers.format)
+    total = add_in_order(total, [] if addend is None else [addend], buffers.format)
     return without_negative_zero(narrow(total, buffers.format), buffers.format), complete
 
 
