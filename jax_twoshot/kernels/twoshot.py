@@ -283,8 +283,11 @@ def publish_everywhere(buffers: Buffers, place: Int64, words: Chunk, where: Bool
         memory.multicast_chunk(buffers.multicast + place, words, buffers.format.name, where)
         return
     for rank, peer in enumerate(buffers.peers):
-        used = buffers.uses(rank)
-        memory.publish_chunk(peer + place, words, used if where is None else used & where)
+        if not buffers.keeps_own:  # a constant cannot be an instruction's predicate
+            memory.publish_chunk(peer + place, words, where)
+        else:
+            used = buffers.uses(rank)
+            memory.publish_chunk(peer + place, words, used if where is None else used & where)
 
 
 @cute.jit
