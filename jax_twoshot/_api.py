@@ -14,7 +14,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 import jax_twoshot
-from jax_twoshot import _compat, _ffi, protocol, workspace
+from jax_twoshot import _compat, _ffi, _settings, protocol, workspace
 from jax_twoshot.workspace import Workspace, axes_text, axes_tuple
 
 logger = logging.getLogger("jax_twoshot")
@@ -298,6 +298,15 @@ def no_workspace(what: str, dtype: Any) -> ValueError:
         f"and dtype {dtype.name}. Make one on every process and keep it: "
         "ws = jax_twoshot.Workspace(mesh, axis_name, rows=..., width=..., dtype=...)"
     )
+
+
+def algorithm_for(workspace: workspace.Handle, chunks: int) -> str:
+    """Which of `protocol.ALGORITHMS` one launch on GPUs takes for a message that one round carries."""
+    gpu, tp = workspace.gpu, workspace.layout.tp
+    assert gpu is not None
+    one_shot_bytes = protocol.one_shot_bytes(tp, gpu.ranks_on_device, gpu.multicast, _settings.tuning())
+    (one,) = protocol.rounds(workspace.layout, chunks, one_shot_bytes=one_shot_bytes)
+    return one.algorithm
 
 
 def _attributes(axes: tuple[str, ...], layout: protocol.Layout) -> dict[str, Any]:
