@@ -206,15 +206,9 @@ def _lower_cuda(ctx, x, residual, weight, rank, group, **params):
     aval, workspace = ctx.avals_in[0], params["workspace"]
     if workspace is None or workspace.gpu is None:
         raise _api.no_workspace(what, aval.dtype)
-    fmt = protocol.FORMATS[aval.dtype.name]
-    row_chunks = fmt.chunks(aval.shape[-1])
-    rows = math.prod(aval.shape[:-1])
-    most_rows = workspace.layout.capacity_chunks // row_chunks
-    if most_rows == 0:
-        raise ValueError(
-            f"{what}: the workspace must hold a row, {aval.shape[-1]} elements, it holds "
-            f"{workspace.layout.capacity_chunks * fmt.chunk}; make a Workspace with this width"
-        )
+    fmt, width = protocol.FORMATS[aval.dtype.name], aval.shape[-1]
+    rows, row_chunks = math.prod(aval.shape[:-1]), fmt.chunks(width)
+    most_rows = _api.rows_in_a_round(what, workspace, width, fmt)
     if rows > most_rows:
         rounds = mlir.lower_fun(functools.partial(_in_rounds, most_rows, params), multiple_results=True)
         return rounds(ctx, x, residual, weight, rank, group)
