@@ -44,6 +44,7 @@ nb::dict ProtocolConstants() {
   constants["THREADS"] = jax_twoshot::kThreads;
   constants["CTAS_PER_SM"] = jax_twoshot::kCtasPerSm;
   constants["GRIDS_IN_FLIGHT"] = jax_twoshot::kGridsInFlight;
+  constants["OWN_GPU_SHARE"] = nb::make_tuple(jax_twoshot::kOwnGpuShare[0], jax_twoshot::kOwnGpuShare[1]);
   constants["NORM_THREADS"] = jax_twoshot::kNormThreads;
   constants["NORM_MAX_BLOCKS"] = jax_twoshot::kNormMaxBlocks;
   constants["ALGORITHMS"] = nb::make_tuple(jax_twoshot::kAlgorithms[0], jax_twoshot::kAlgorithms[1]);

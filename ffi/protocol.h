@@ -19,6 +19,7 @@ inline constexpr int kGenerations = 2;
 inline constexpr int kThreads = 128;
 inline constexpr int kCtasPerSm = 6;
 inline constexpr int kGridsInFlight = 2;
+inline constexpr std::array<int, 2> kOwnGpuShare{2, 3};
 
 // How the protocol treats one element type (R1, R3).
 struct Format {
@@ -92,9 +93,9 @@ inline constexpr RoundPlan NextRound(const Layout& layout, int64_t left, std::op
 // Most CTAs of one launch that are sure to be resident with all others in flight (R5); `alone` if the ranks that share
 // a GPU run nothing else on it.
 inline constexpr int64_t MostCtas(int ranks_on_device, int sm_count, int ctas_per_sm, bool alone = false) {
-  const bool sharing = ranks_on_device > 1 && !alone;
-  const int64_t room = sharing ? sm_count - 1 : static_cast<int64_t>(sm_count) * ctas_per_sm;
-  return room / (kGridsInFlight * ranks_on_device);
+  const int64_t resident = static_cast<int64_t>(sm_count) * ctas_per_sm;
+  if (ranks_on_device == 1) return resident * kOwnGpuShare[0] / kOwnGpuShare[1];
+  return (alone ? resident : sm_count - 1) / (kGridsInFlight * ranks_on_device);
 }
 
 // CTAs of one launch of the all-reduce.

@@ -327,9 +327,8 @@ def lower(
     if grid > most:
         raise ValueError(
             f"{what}: grid must be at most {most} CTAs, since all wait for each other and no more are sure to be "
-            f"resident ({workspace.gpu.sm_count} SMs, {kernel.ctas_per_sm} CTAs an SM, {protocol.GRIDS_IN_FLIGHT} "
-            f"launches in flight for each of {workspace.gpu.ranks_on_device} ranks a GPU), got {grid}; let each CTA "
-            "take several chunks"
+            f"resident ({workspace.gpu.sm_count} SMs, {kernel.ctas_per_sm} CTAs an SM, "
+            f"{workspace.gpu.ranks_on_device} ranks a GPU), got {grid}; let each CTA take several chunks"
         )
     found = cubin.find(kernel)
     return jax.ffi.ffi_lowering(_ffi.CUTE_TARGET)(

@@ -201,11 +201,11 @@ ALGORITHMS = ("two_shot", "one_shot")
 Table = tuple[tuple[int, int], ...]
 """Pairs (ranks, bytes), fewer ranks first."""
 
-ONE_SHOT_SHARED_GPU: Table = ((2, 64 * 14336), (4, 8 * 14336), (8, 2 * 14336))
+ONE_SHOT_SHARED_GPU: Table = ((2, 64 * 14336), (4, 16 * 14336), (8, 14336))
 """(ranks, bytes): up to so many ranks, of which several share a GPU, one-shot sums messages of up to so many bytes.
 
-Measured on one H200, rows of 7168 BF16: one-shot was ahead up to 64 rows at TP 2 (the most that was measured), 8 at
-TP 4, 2 at TP 8."""
+Measured on one H200, rows of 7168 BF16: one-shot was ahead up to 64 rows at TP 2 (the most that was measured), 16 at
+TP 4, 1 at TP 8."""
 ONE_SHOT_NVLINK: Table = ((2, 1 << 20), (4, 1 << 17), (8, 1 << 15))
 """The same for ranks on GPUs of their own. TP 2 is measured (two H200 over NVLink, up to 64 rows of 7168 BF16: two
 shots took 1.18 to 1.57 times as long). The others are reasoned, not tuned: one-shot moves ``(TP - 1) (1 - 2 / TP)``
@@ -302,7 +302,11 @@ THREADS = 128
 CTAS_PER_SM = 6
 """CTAs that may be resident on one SM: the kernels are compiled to at most 65536 / (128 * 6) = 85 registers."""
 GRIDS_IN_FLIGHT = 2
-"""With programmatic dependent launch the next grid of a rank is resident before the last one has left."""
+"""With programmatic dependent launch the next grid of a rank is resident before the last one has left. It begins only
+when all CTAs of the last one have, so it is in the way of other ranks on the GPU alone."""
+OWN_GPU_SHARE = (2, 3)
+"""Part of its GPU that a rank which has it to itself may fill with CTAs that wait: what else runs there, and may itself
+wait for a peer, needs a place too. A thread for each chunk of 64 rows of 7168 BF16 takes 448 of an H200's 792 CTAs."""
 
 
 def most_ctas(ranks_on_device: int, sm_count: int, ctas_per_sm: int, alone: bool = False) -> int:
@@ -322,8 +326,11 @@ def most_ctas(ranks_on_device: int, sm_count: int, ctas_per_sm: int, alone: bool
     Raises:
       ValueError: not even one CTA a rank is sure to be resident.
     """
-    sharing = ranks_on_device > 1 and not alone
-    most = (sm_count - 1 if sharing else sm_count * ctas_per_sm) // (GRIDS_IN_FLIGHT * ranks_on_device)
+    resident = sm_count * ctas_per_sm
+    if ranks_on_device == 1:
+        most = resident * OWN_GPU_SHARE[0] // OWN_GPU_SHARE[1]
+    else:
+        most = (resident if alone else sm_count - 1) // (GRIDS_IN_FLIGHT * ranks_on_device)
     if most < 1:
         raise ValueError(
             f"ranks_on_device: {ranks_on_device} ranks cannot wait for each other on one GPU of {sm_count} SMs; "

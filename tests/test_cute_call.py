@@ -323,7 +323,7 @@ def test_what_is_no_kernel() -> None:
         ({"shared_memory": -1}, "shared_memory must be bytes from 0 up, got -1"),
         ({"scalars": [1 << 31]}, "scalars must be whole numbers of 32 bits, got 2147483648"),
         ({"scalars": [0.5]}, r"got 0.5; .*view\(np.int32\)"),
-        ({"grid": 67}, r"grid must be at most 66 CTAs.*\(132 SMs, 1 CTAs an SM, 2 launches .* 1 ranks a GPU\), got 67"),
+        ({"grid": 89}, r"grid must be at most 88 CTAs.*\(132 SMs, 1 CTAs an SM, 1 ranks a GPU\), got 89"),
     ],
 )
 def test_a_number_out_of_range(options: dict[str, Any], text: str) -> None:
@@ -336,7 +336,7 @@ def test_a_grid_of_ranks_that_share_a_gpu_leaves_an_sm_free() -> None:
     workspace = workspace_for(cpu_mesh(4), gpu=shared)
     assert workspace.grid(10**6) == (132 - 1) // 8
     assert workspace.grid(129) == 2
-    assert workspace_for(cpu_mesh(4)).grid(10**6, ctas_per_sm=4) == 132 * 4 // 2
+    assert workspace_for(cpu_mesh(4)).grid(10**6, ctas_per_sm=4) == 132 * 4 * 2 // 3
     with pytest.raises(ValueError, match="grid must be at most 16 CTAs"):
         lower(workspace, grid=17)
 

@@ -151,9 +151,9 @@ def test_polls_are_whole_chunks(variant):
     first_look, loop, code = 1, 1, Code.of(variant)
     assert count(variant, r"ld\.relaxed\.sys\.global\.v4\.u32 ") == (first_look + loop) * code.places
     assert count(variant, r"ld\.relaxed\.sys") == (first_look + loop) * code.places
-    assert count(variant, r"ld\.global\.v4\.u32 ") == code.loaded
+    assert count(variant, r"ld\.global\.L1::no_allocate\.v4\.u32 ") == code.loaded
     handed_on = code.summed if one_shot(variant) or not variant.multicast else 0
-    assert count(variant, r"st\.global\.v4\.u32 ") == handed_on + code.collected
+    assert count(variant, r"st\.global\.L1::no_allocate\.v4\.u32 ") == handed_on + code.collected
 
 
 @each_variant

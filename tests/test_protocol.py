@@ -162,7 +162,7 @@ class TestAlgorithm:
     @pytest.mark.parametrize(
         ("tp", "sharing", "rows"),
         [
-            *((2, 2, 64), (3, 3, 8), (4, 4, 8), (5, 5, 2), (8, 8, 2), (8, 2, 2), (16, 16, 0)),
+            *((2, 2, 64), (3, 3, 16), (4, 4, 16), (5, 5, 1), (8, 8, 1), (8, 2, 1), (16, 16, 0)),
             *((2, 1, 73), (4, 1, 9), (8, 1, 2), (9, 1, 0)),
         ],
     )
@@ -220,7 +220,7 @@ class TestGrid:
     @given(chunk_counts, st.integers(1, 64), st.integers(1, 200), st.booleans())
     def test_bounded_and_pure(self, chunks: int, sharing: int, sms: int, alone: bool) -> None:
         """All grids in flight of all ranks on the GPU are resident at once; same arguments, same answer."""
-        in_flight = protocol.GRIDS_IN_FLIGHT * sharing
+        in_flight = protocol.GRIDS_IN_FLIGHT * sharing if sharing > 1 else 1
         # Ranks that share a GPU leave an SM free, unless they are alone there: CTAs go to the emptiest SM.
         room = sms - 1 if sharing > 1 and not alone else sms * protocol.CTAS_PER_SM
         if in_flight > room:
@@ -238,6 +238,8 @@ class TestGrid:
         assert protocol.grid(16 * 896, 4, 132) == 16
         assert protocol.grid(16 * 360, 8, 132) == 8
         assert protocol.grid(16 * 896, 1, 132) == 112
+        assert protocol.grid(64 * 896, 1, 132) == 448
+        assert protocol.grid(128 * 896, 1, 132) == 528, "a third of the GPU stays free"
         assert protocol.grid(64 * 896, 8, 132, alone=True) == 49
 
     @given(chunk_counts, chunk_counts, st.integers(1, 16), st.integers(40, 200))

@@ -57,11 +57,18 @@ tables; what is within a few percent of each other is the same).
 - Polling again only what has not come: in batches of 2, 6.13 instead of 6.55 at TP 4 and 64 rows, and 5.89 instead
   of 6.41 for one shot of 8 rows at TP 8. With one chunk a thread within 2 %, but for one row at TP 8: 2.44 instead
   of 2.33.
-- With batches of 4: L1::no_allocate on operand and result, L2 evict_first on them and evict_last on the mailboxes
-  gained 4 % at most (64 rows at TP 8) and cost as much elsewhere. The next launch let start after the push: up to
-  15 % faster at TP 2, up to 13 % slower at TP 4 and 8. As many chunks for every thread: up to 27 % faster where a
-  few threads had two of them, 5 % slower at TP 8 and 64 rows; with batches of 2 there is less to gain, and it is
-  not done.
+- The two ways together, against all slots and one chunk after the other: at 1 / 16 / 64 rows, two shots, 1.84 /
+  2.25 / 3.62 instead of 2.12 / 2.59 / 4.71 at TP 2, 2.16 / 3.86 / 6.22 instead of 2.38 / 3.73 / 7.94 at TP 4, 2.96
+  / 4.85 / 14.13 instead of 3.19 / 5.49 / 16.51 at TP 8; one shot over NVLink 1.87 / 2.52 / 4.71 instead of 1.96 /
+  2.64 / 5.34.
+- L1::no_allocate on operand and result: 13.11 instead of 14.13 at TP 8 and 64 rows, no difference elsewhere. L2
+  evict_first on them gained no more (with batches of 4), evict_last on the mailboxes cost up to 5 %.
+- A GPU of one's own: 448 CTAs, one chunk a thread, instead of 396 (`protocol.OWN_GPU_SHARE`): 4.47 instead of 4.71,
+  one shot of 64 rows over NVLink.
+- As many chunks for every thread: 3.37 instead of 3.86 at TP 4 and 16 rows, where a few threads have two, and 3.81
+  instead of 4.14 at TP 8 and 8 rows, but 5.43 instead of 4.85 at TP 8 and 16 rows. Not done.
+- The next launch let start after the push (with batches of 4): up to 15 % faster at TP 2, up to 13 % slower at TP 4
+  and 8.
 - 4 instead of 6 CTAs an SM, which frees registers for batches of 4: one shot of 64 rows at TP 2 3.06 instead of
   3.32, two shots at TP 4 6.96 instead of 6.21.
 - Counters: ncu's range replay does not get kernels through that wait for each other, so there are none.

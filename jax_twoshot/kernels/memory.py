@@ -43,12 +43,12 @@ def load_chunk(address: Int64) -> Chunk:
 
 def load_chunk_if(inside: Boolean, address: Int64) -> Chunk:
     """``load_chunk`` where it is ``inside``, else +0.0."""
-    return _load_if(f"ld.global.v4.u32 {_WORDS}, [{{$r1}}];", inside, address, (Uint32(0),) * 4)
+    return _load_if(f"ld.global.L1::no_allocate.v4.u32 {_WORDS}, [{{$r1}}];", inside, address, (Uint32(0),) * 4)
 
 
 def store_chunk(address: Int64, words: Chunk, where: Boolean | None = None) -> None:
     """Writes a chunk of the result; visible to others at the end of the launch."""
-    _store(f"st.global.v4.u32 [{{$r0}}], {_FROM_WORDS};", address, words, where)
+    _store(f"st.global.L1::no_allocate.v4.u32 [{{$r0}}], {_FROM_WORDS};", address, words, where)
 
 
 def load_element(address: Int64, itemsize: int) -> Uint32:
