@@ -35,7 +35,8 @@ from jax_twoshot.protocol import GENERATIONS_DEFERRED, Format, ceil_div
 
 FOREVER_NS = 1 << 62
 CONTROL_DIRTY = 16
-"""Byte offset in the control block of one word a generation: chunks of the last message whose call left them dirty."""
+"""Byte offset in the control block, behind the four words of ``all_reduce.py``, of one word a generation: chunks of its
+last message, if the next call is to re-arm them."""
 
 _TYPES = (Int32, Int32, Int64, Int64, Int64, Int64, Int64, Int32)
 
@@ -44,7 +45,7 @@ _TYPES = (Int32, Int32, Int64, Int64, Int64, Int64, Int64, Int32)
 class Arguments:
     """The last parameter of a kernel: what the workspace gives to each launch.
 
-    It stands for the trailing parameters ``slot_chunks`` to ``peers``, in this order; ``ffi/cute_call.cc`` packs them.
+    It stands for the trailing parameters ``slot_chunks`` to ``peers``, in this order; ``ffi/all_reduce_cuda.cc`` packs them.
 
     Attributes:
       slot_chunks: Int32, capacity of a slot.
