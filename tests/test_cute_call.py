@@ -370,6 +370,18 @@ def test_other_parameters_than_the_kernels(scalars: list[int]) -> None:
         lower(workspace_for(cpu_mesh(4)), scalars=scalars, threads=224)
 
 
+def test_shared_memory_that_nobody_gives(tmp_path: Path) -> None:
+    path = tmp_path / "kernels.py"
+    imports, begin = "from cutlass import", "        first = cute.arch.block_idx()"
+    allocation = "        SmemAllocator().allocate_tensor(Int32, cute.make_layout(128))[0] = Int32(0)\n"
+    text = Path(KERNELS).read_text().replace(imports, f"from cutlass.memory import SmemAllocator\n{imports}", 1)
+    path.write_text(text.replace(begin, allocation + begin, 1))
+    kernel, options = CuteKernel(path, "Sum"), {"addresses": 2, "scalars": 1, "tp": 2}
+    with pytest.raises(ValueError, match="^shared_memory: Sum uses dynamic shared memory, got 0 bytes"):
+        _cute_call.compile_kernel(kernel, "sm_90a", **options)
+    assert _cute_call.compile_kernel(kernel, "sm_90a", shared_memory=512, **options).image[:4] == b"\x7fELF"
+
+
 def test_deferred_rearm_needs_three_generations() -> None:
     with pytest.raises(ValueError, match="deferred=True needs a workspace of 3 generations"):
         lower(workspace_for(cpu_mesh(4)), DEFERRED)

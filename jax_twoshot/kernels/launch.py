@@ -45,7 +45,8 @@ _TYPES = (Int32, Int32, Int64, Int64, Int64, Int64, Int64, Int32)
 class Arguments:
     """The last parameter of a kernel: what the workspace gives to each launch.
 
-    It stands for the trailing parameters ``slot_chunks`` to ``peers``, in this order; ``ffi/all_reduce_cuda.cc`` packs them.
+    It stands for the trailing parameters ``slot_chunks`` to ``peers``, in this order, as ``ffi/all_reduce_cuda.cc``
+    packs them.
 
     Attributes:
       slot_chunks: Int32, capacity of a slot.
