@@ -22,6 +22,7 @@ namespace {
 constexpr size_t kControlBytes = 32;
 constexpr uint32_t kSlow = 1;
 constexpr uint32_t kFailed = 2;
+constexpr uint32_t kOversize = 3;  // kernels/launch.py
 
 std::atomic<int64_t> handler_calls{0};
 
@@ -137,11 +138,18 @@ std::string CudaWorkspace::Describe(const Device& device, const StatusRecord& st
          ", round " + std::to_string(status.calls) + " of workspace " + std::to_string(id_);
 }
 
+std::string CudaWorkspace::DescribeOversize(const Device& device, const StatusRecord& status) const {
+  return "jax_twoshot over " + axes_ + ": a kernel gave rank " + std::to_string(device.buffers.rank) +
+         " a message of " + std::to_string(status.chunk) + " chunks of " + std::to_string(kChunkBytes) +
+         " bytes, which workspace " + std::to_string(id_) + " cannot hold: make it with more rows";
+}
+
 std::optional<std::string> CudaWorkspace::Failure() const {
   for (const auto& [ordinal, device] : devices_) {
     const StatusRecord status = Read(*device.status);
     if (status.state == kFailed) {
-      return Describe(device, status) + "; " + DeadlineAdvice(timeout_seconds) +
+      return (status.phase == kOversize ? DescribeOversize(device, status)
+                                        : Describe(device, status) + "; " + DeadlineAdvice(timeout_seconds)) +
              ". The results since then are NaN, and the workspace cannot be used again";
     }
   }

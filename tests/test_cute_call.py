@@ -244,6 +244,12 @@ def test_a_given_generation_is_a_constant() -> None:
     assert not is_in_addresses(compiled("Sum", generation=1).ptx)
 
 
+def test_a_message_that_does_not_fit_fails_the_workspace() -> None:
+    """A size is known when the kernel runs: the host's record says 3 where else is the phase of a wait."""
+    phases = re.findall(r"st\.relaxed\.sys\.global\.u32 \[%rd\d+\], ([123]);", compiled("Sum").ptx)
+    assert sorted(phases) == ["1", "1", "2", "2", "3"]  # a wait is slow or over
+
+
 def test_parts_can_be_collected_one_by_one() -> None:
     ptx = compiled("PartsInOrder").ptx
     assert count(ptx, REARM) == 4

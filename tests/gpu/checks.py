@@ -423,6 +423,18 @@ def cute(job: Job) -> dict[str, Any]:
         return tally.result()
 
 
+def oversize(job: Job) -> dict[str, Any]:
+    """What a kernel gets that is given more than the workspace holds."""
+    with jax_twoshot.Workspace(job.mesh, "tp", rows=1, width=2880, owners=1, tp=4) as workspace:
+        program = job.program(lambda x: cute_sum(x, workspace))
+        given = job.place(np.ones((1, 4, 2, 2880), BF16))
+        return {
+            "numbers in the result": _numbers(lambda: program(given)),
+            "check": _refusal(workspace.check, RuntimeError),
+            "next call": _numbers(lambda: program(given)),
+        }
+
+
 def all_to_all(job: Job) -> dict[str, Any]:
     """A kernel that collects every rank's part and sums nothing."""
     random, tally, chunks = np.random.default_rng(14), Tally(), 360
