@@ -73,7 +73,7 @@ void LoadKernel(const std::string& code, const std::string& symbol, Kernel& kern
                what);
 }
 
-// In a context in which the library may be gone already, at exit, errors have nobody to go to.
+// In the context that it was loaded into. An error has nobody to go to.
 void UnloadKernel(const Kernel& kernel) {
   if (kernel.library != nullptr) CudaDriver::Get().cuLibraryUnload(kernel.library);
 }
