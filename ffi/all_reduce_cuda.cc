@@ -20,8 +20,10 @@ namespace {
 
 // Mirrors kernels/launch.py: the control block is eight words, all zero in a new workspace.
 constexpr size_t kControlBytes = 32;
+constexpr size_t kControlCalls = 12;
 constexpr uint32_t kSlow = 1;
 constexpr uint32_t kFailed = 2;
+constexpr uint32_t kReduce = 1;
 constexpr uint32_t kOversize = 3;  // kernels/launch.py
 
 std::atomic<int64_t> handler_calls{0};
@@ -80,9 +82,17 @@ void UnloadKernel(const Kernel& kernel) {
 
 }  // namespace
 
-CudaWorkspace::CudaWorkspace(int64_t id, std::string axes, Layout layout, int ranks_on_device, int sm_count,
+CudaWorkspace::CudaWorkspace(int64_t id, std::string axes, Layout layout, double timeout_seconds,
+                             int64_t one_shot_bytes, int ranks_on_device, int sm_count,
                              const std::vector<Cubin>& cubins, const std::vector<RankBuffers>& ranks)
-    : id_(id), axes_(std::move(axes)), layout_(layout), ranks_on_device_(ranks_on_device), sm_count_(sm_count) {
+    : id_(id),
+      axes_(std::move(axes)),
+      layout_(layout),
+      timeout_seconds_(timeout_seconds),
+      one_shot_bytes_(one_shot_bytes),
+      ranks_on_device_(ranks_on_device),
+      sm_count_(sm_count),
+      counts_(CallCounts::Of(id)) {
   try {
     for (const RankBuffers& buffers : ranks) {
       Device& device = devices_[buffers.ordinal];
@@ -110,6 +120,7 @@ void CudaWorkspace::Prepare(Device& device, const std::vector<Cubin>& cubins) {
       "allocating the status record");
   device.status = static_cast<StatusRecord*>(status);
   std::memset(device.status, 0, sizeof(StatusRecord));
+  driver.Check(driver.cuStreamCreate(&device.side, CU_STREAM_NON_BLOCKING), "making a stream");
   for (const Cubin& cubin : cubins) {
     Kernel& kernel = device.kernels[{cubin.algorithm, cubin.format}];
     kernel.pdl = cubin.pdl;
@@ -126,16 +137,17 @@ void CudaWorkspace::Release(Device& device) {
     for (auto& [name, kernel] : device.kernels) UnloadKernel(kernel);
     for (auto& [image, kernel] : loaded_) UnloadKernel(kernel[device.buffers.ordinal]);
     if (device.control != 0) driver.cuMemFree(device.control);
+    if (device.side != nullptr) driver.cuStreamDestroy(device.side);
     if (device.status != nullptr) driver.cuMemFreeHost(device.status);
   } catch (const std::runtime_error&) {
   }
   device = Device{};
 }
 
-std::string CudaWorkspace::Describe(const Device& device, const StatusRecord& status) const {
+std::string CudaWorkspace::Describe(const Device& device, const StatusRecord& status, double seconds) const {
+  const std::string call = "round " + std::to_string(status.calls) + " of workspace " + std::to_string(id_);
   return DescribeWait({axes_, device.buffers.rank, layout_.tp, uint64_t{status.missing[1]} << 32 | status.missing[0],
-                       status.phase == 1, status.generation, status.chunk}) +
-         ", round " + std::to_string(status.calls) + " of workspace " + std::to_string(id_);
+                       status.phase == kReduce, status.generation, status.chunk, seconds, call});
 }
 
 std::string CudaWorkspace::DescribeOversize(const Device& device, const StatusRecord& status) const {
@@ -145,15 +157,36 @@ std::string CudaWorkspace::DescribeOversize(const Device& device, const StatusRe
 }
 
 std::optional<std::string> CudaWorkspace::Failure() const {
+  if (resetting_) {
+    return "jax_twoshot.all_reduce over " + axes_ + ": workspace " + std::to_string(id_) +
+           " is being reset, or was not reset on every process: call reset() on all of them, and make no call before "
+           "it returns";
+  }
+  const Deadline deadline = DeadlineOf(timeout_seconds_);
   for (const auto& [ordinal, device] : devices_) {
     const StatusRecord status = Read(*device.status);
     if (status.state == kFailed) {
-      return (status.phase == kOversize ? DescribeOversize(device, status)
-                                        : Describe(device, status) + "; " + DeadlineAdvice(timeout_seconds)) +
-             ". The results since then are NaN, and the workspace cannot be used again";
+      const std::string fate = ". The results since then are NaN, until Workspace.reset() is called on every process";
+      if (status.phase == kOversize) return DescribeOversize(device, status) + fate;
+      const double waited = deadline.seconds * (status.phase == kReduce ? 1 : kCollectPatience);
+      return Describe(device, status, waited) + "; " + DeadlineAdvice(deadline) + fate;
     }
   }
   return std::nullopt;
+}
+
+void CudaWorkspace::Clear() {
+  const CudaDriver& driver = CudaDriver::Get();
+  for (auto& [ordinal, device] : devices_) {
+    const DeviceScope scope(ordinal);
+    driver.Check(driver.cuMemsetD32(device.control, 0, kControlBytes / kWordBytes), "clearing the control block");
+    driver.Check(driver.cuCtxSynchronize(), "clearing the control block");
+  }
+}
+
+void CudaWorkspace::EndReset() {
+  for (auto& [ordinal, device] : devices_) std::memset(device.status, 0, sizeof(StatusRecord));
+  resetting_ = false;
 }
 
 std::vector<std::string> CudaWorkspace::SlowWaits() {
@@ -163,23 +196,37 @@ std::vector<std::string> CudaWorkspace::SlowWaits() {
     uint32_t slow = kSlow;
     if (status.state == kSlow &&
         __atomic_compare_exchange_n(&device.status->state, &slow, 0u, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
-      texts.push_back(Describe(device, status));
+      texts.push_back(Describe(device, status, DeadlineOf(timeout_seconds_).seconds / 10));
+      counts_->AddSlowWait();
     }
   }
   return texts;
 }
 
+int64_t CudaWorkspace::RoundsDone() {
+  const std::lock_guard<std::mutex> lock(counting_);
+  auto& [ordinal, device] = *devices_.begin();
+  const CudaDriver& driver = CudaDriver::Get();
+  const DeviceScope scope(ordinal);
+  const std::string what = "reading the control block";
+  driver.Check(
+      driver.cuMemcpyDtoHAsync(&device.status->counted, device.control + kControlCalls, kWordBytes, device.side), what);
+  driver.Check(driver.cuStreamSynchronize(device.side), what);
+  return device.status->counted;
+}
+
 std::optional<std::string> CudaWorkspace::Launch(int ordinal, CUstream stream, std::optional<Algorithm> asked,
                                                  const std::string& format, const void* x, void* out, int64_t bytes,
-                                                 double timeout_seconds, bool alone) {
+                                                 bool alone) {
   const auto found = devices_.find(ordinal);
   if (found == devices_.end()) return NotThisDevice(ordinal);
   Device& device = found->second;
   const int64_t itemsize = format == kFloat32.name ? kFloat32.itemsize : kBFloat16.itemsize;
+  const bool counts = found == devices_.begin();
+  if (counts) counts_->AddCall(bytes);
 
   for (int64_t start = 0, size = 0; start < bytes; start += size) {
-    const RoundPlan round =
-        NextRound(layout_, CeilDiv(bytes - start, kChunkBytes), asked, ranks_on_device_, device.buffers.multicast != 0);
+    const RoundPlan round = NextRound(layout_, CeilDiv(bytes - start, kChunkBytes), asked, one_shot_bytes_);
     const auto kernel = device.kernels.find({round.algorithm, format});
     if (kernel == device.kernels.end()) return "the workspace has no kernel for " + format;
     size = std::min(round.chunks * kChunkBytes, bytes - start);
@@ -188,21 +235,22 @@ std::optional<std::string> CudaWorkspace::Launch(int ordinal, CUstream stream, s
     int32_t elements = static_cast<int32_t>(size / itemsize);
     const CUresult launched =
         Launch(device, stream, kernel->second, Grid(round.chunks, ranks_on_device_, sm_count_, alone), kThreads, 0,
-               {&x_address, &out_address, &elements}, timeout_seconds);
+               {&x_address, &out_address, &elements});
     if (launched != 0) return "launching the kernel: " + CudaDriver::Get().ErrorText(launched);
+    if (counts) counts_->AddRounds(round.algorithm, 1);
   }
   return std::nullopt;
 }
 
 CUresult CudaWorkspace::Launch(Device& device, CUstream stream, const Kernel& kernel, int64_t grid, int threads,
-                               int shared_memory, std::vector<void*> parameters, double timeout_seconds) const {
+                               int shared_memory, std::vector<void*> parameters) const {
   int32_t slot_chunks = static_cast<int32_t>(layout_.slot_chunks);
   int32_t rank = device.buffers.rank;
   uint64_t base = device.buffers.address;
   uint64_t multicast = device.buffers.multicast;
   uint64_t control = device.control;
   uint64_t status = reinterpret_cast<uint64_t>(device.status);
-  int64_t timeout_ns = static_cast<int64_t>(timeout_seconds * 1e9);
+  int64_t timeout_ns = static_cast<int64_t>(DeadlineOf(timeout_seconds_).seconds * 1e9);
   int32_t generations = layout_.generations;
   const std::initializer_list<void*> trailing{&slot_chunks, &rank,   &base,       &multicast,
                                               &control,     &status, &timeout_ns, &generations};
@@ -261,12 +309,12 @@ const KernelOnDevices& CudaWorkspace::Load(const KernelImage& image) {
 }
 
 std::optional<std::string> CudaWorkspace::Launch(int ordinal, CUstream stream, const KernelOnDevices& kernel,
-                                                 int64_t grid, int threads, int shared_memory, std::vector<void*> first,
-                                                 double timeout_seconds) {
+                                                 int64_t grid, int threads, int shared_memory,
+                                                 std::vector<void*> first) {
   const auto found = devices_.find(ordinal);
   if (found == devices_.end()) return NotThisDevice(ordinal);
-  const CUresult launched = Launch(found->second, stream, kernel.at(ordinal), grid, threads, shared_memory,
-                                   std::move(first), timeout_seconds);
+  const CUresult launched =
+      Launch(found->second, stream, kernel.at(ordinal), grid, threads, shared_memory, std::move(first));
   if (launched != 0) return "launching the kernel: " + CudaDriver::Get().ErrorText(launched);
   return std::nullopt;
 }
@@ -355,9 +403,9 @@ ffi::Error Execute(CUstream stream, int32_t ordinal, LaunchSite* site, ffi::AnyB
   if (std::optional<std::string> failure = workspace.Failure()) {
     return ffi::Error(ffi::ErrorCode::kDeadlineExceeded, *failure);
   }
-  if (std::optional<std::string> error = workspace.Launch(
-          ordinal, stream, AlgorithmNamed(algorithm), FormatName(x.element_type()), x.untyped_data(),
-          out->untyped_data(), static_cast<int64_t>(x.size_bytes()), timeout_seconds, /*alone=*/false)) {
+  if (std::optional<std::string> error =
+          workspace.Launch(ordinal, stream, AlgorithmNamed(algorithm), FormatName(x.element_type()), x.untyped_data(),
+                           out->untyped_data(), static_cast<int64_t>(x.size_bytes()), /*alone=*/false)) {
     return ffi::Error(ffi::ErrorCode::kInternal, "jax_twoshot.all_reduce over " + std::string(axes) + ": " + *error);
   }
   return ffi::Error::Success();

@@ -3,6 +3,7 @@
 #ifndef JAX_TWOSHOT_ALL_REDUCE_CUDA_H_
 #define JAX_TWOSHOT_ALL_REDUCE_CUDA_H_
 
+#include <atomic>
 #include <cstdint>
 #include <map>
 #include <memory>
@@ -12,6 +13,7 @@
 #include <utility>
 #include <vector>
 
+#include "call_counts.h"
 #include "cuda_driver.h"
 #include "protocol.h"
 #include "xla/ffi/api/ffi.h"
@@ -43,8 +45,8 @@ struct StatusRecord {
   uint32_t generation;
   uint32_t chunk;  // of the round
   uint32_t missing[2];
-  uint32_t calls;  // rounds before this one, modulo 2^32
-  uint32_t unused;
+  uint32_t calls;    // rounds before this one, modulo 2^32
+  uint32_t counted;  // not the kernel's: where RoundsDone copies to
 };
 
 // A compiled kernel that is no all-reduce, and what it takes of an SM.
@@ -70,8 +72,9 @@ using KernelOnDevices = std::map<int, Kernel>;  // by ordinal
 class CudaWorkspace {
  public:
   // Loads the kernels and allocates; throws std::runtime_error with the driver's text, nothing then left allocated.
-  CudaWorkspace(int64_t id, std::string axes, Layout layout, int ranks_on_device, int sm_count,
-                const std::vector<Cubin>& cubins, const std::vector<RankBuffers>& ranks);
+  CudaWorkspace(int64_t id, std::string axes, Layout layout, double timeout_seconds, int64_t one_shot_bytes,
+                int ranks_on_device, int sm_count, const std::vector<Cubin>& cubins,
+                const std::vector<RankBuffers>& ranks);
   ~CudaWorkspace();
 
   int64_t id() const { return id_; }
@@ -79,14 +82,24 @@ class CudaWorkspace {
 
   // Why no further call can succeed, or nothing. Reads host memory only.
   std::optional<std::string> Failure() const;
+  // A reset, in which every process of the mesh does the same: from BeginReset to EndReset each call fails at once;
+  // Clear makes the control blocks those of a new workspace, and returns when that is done.
+  void BeginReset() { resetting_ = true; }
+  void Clear();
+  void EndReset();
+  // Address of a device's control block: for tests, which make it say what only many calls would.
+  uint64_t Control(int ordinal) const { return devices_.at(ordinal).control; }
   // What every rank of this process that waits for long waits for; each wait is told of once.
   std::vector<std::string> SlowWaits();
+
+  // Rounds that the first device of this process has finished since the workspace was made or reset, modulo 2^32, also
+  // those that XLA replayed without calling the handler. Waits for no call; throws with the driver's text.
+  int64_t RoundsDone();
 
   // One launch a round of the message, on `stream` of device `ordinal`. An error text, or nothing. `asked` is nothing
   // where each round is to take the algorithm that is faster for it; `alone` is Grid's.
   std::optional<std::string> Launch(int ordinal, CUstream stream, std::optional<Algorithm> asked,
-                                    const std::string& format, const void* x, void* out, int64_t bytes,
-                                    double timeout_seconds, bool alone);
+                                    const std::string& format, const void* x, void* out, int64_t bytes, bool alone);
 
   // Brings another kernel onto every local device, or finds that it is there; it stays as long as the workspace. Throws
   // std::runtime_error with the driver's text, or if fewer than `ctas_per_sm` CTAs fit an SM.
@@ -96,7 +109,7 @@ class CudaWorkspace {
   // Launches it; its parameters are `first`, one pointer each, and what every kernel of a workspace gets. An error
   // text, or nothing.
   std::optional<std::string> Launch(int ordinal, CUstream stream, const KernelOnDevices& kernel, int64_t grid,
-                                    int threads, int shared_memory, std::vector<void*> first, double timeout_seconds);
+                                    int threads, int shared_memory, std::vector<void*> first);
 
   // The workspaces that Python has open, by id.
   static void Open(std::shared_ptr<CudaWorkspace> workspace);
@@ -110,6 +123,7 @@ class CudaWorkspace {
     RankBuffers buffers;
     CUdeviceptr control = 0;
     StatusRecord* status = nullptr;
+    CUstream side = nullptr;  // for what must not wait for the calls in flight
     std::map<std::pair<Algorithm, std::string>, Kernel> kernels;
   };
 
@@ -117,15 +131,20 @@ class CudaWorkspace {
   void Release(Device& device);
   // One launch on `device`: `parameters` and, after them, those that every kernel of a workspace gets.
   CUresult Launch(Device& device, CUstream stream, const Kernel& kernel, int64_t grid, int threads, int shared_memory,
-                  std::vector<void*> parameters, double timeout_seconds) const;
-  std::string Describe(const Device& device, const StatusRecord& status) const;
+                  std::vector<void*> parameters) const;
+  std::string Describe(const Device& device, const StatusRecord& status, double seconds) const;
   std::string DescribeOversize(const Device& device, const StatusRecord& status) const;
 
   int64_t id_;
   std::string axes_;
   Layout layout_;
+  double timeout_seconds_;  // DeadlineOf's
+  int64_t one_shot_bytes_;
   int ranks_on_device_;
   int sm_count_;
+  std::atomic<bool> resetting_{false};
+  const std::shared_ptr<CallCounts> counts_;
+  std::mutex counting_;
   std::map<int, Device> devices_;
   std::mutex loading_;
   std::map<std::pair<std::string, int>, KernelOnDevices> loaded_;  // by code and shared memory

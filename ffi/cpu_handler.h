@@ -1,10 +1,12 @@
-// The XLA FFI custom call "jax_twoshot_all_reduce" on the host platform.
+// The XLA FFI custom calls "jax_twoshot_all_reduce" and "jax_twoshot_all_reduce_rms_norm" on the host platform.
 #ifndef JAX_TWOSHOT_CPU_HANDLER_H_
 #define JAX_TWOSHOT_CPU_HANDLER_H_
 
 #include <atomic>
 #include <cstdint>
+#include <memory>
 
+#include "call_counts.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace jax_twoshot {
@@ -14,10 +16,13 @@ namespace jax_twoshot {
 struct CallSite {
   static xla::ffi::TypeId id;
   int64_t number;
+  std::shared_ptr<CallCounts> counts;  // null where the call is of no workspace
 };
 
 XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxTwoshotCpuInstantiate);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxTwoshotCpuExecute);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxTwoshotCpuRmsNormInstantiate);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxTwoshotCpuRmsNormExecute);
 
 }  // namespace jax_twoshot
 

@@ -33,6 +33,10 @@ CudaDriver Open() {
   Find(library, "cuMemFree_v2", driver.cuMemFree);
   Find(library, "cuMemHostAlloc", driver.cuMemHostAlloc);
   Find(library, "cuMemFreeHost", driver.cuMemFreeHost);
+  Find(library, "cuMemcpyDtoHAsync_v2", driver.cuMemcpyDtoHAsync);
+  Find(library, "cuStreamCreate", driver.cuStreamCreate);
+  Find(library, "cuStreamSynchronize", driver.cuStreamSynchronize);
+  Find(library, "cuStreamDestroy_v2", driver.cuStreamDestroy);
   Find(library, "cuMemsetD32_v2", driver.cuMemsetD32);
   Find(library, "cuLibraryLoadData", driver.cuLibraryLoadData);
   Find(library, "cuLibraryUnload", driver.cuLibraryUnload);

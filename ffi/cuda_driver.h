@@ -19,6 +19,7 @@ using CUlibrary = struct CUlib_st*;
 using CUkernel = struct CUkern_st*;
 using CUfunction = struct CUfunc_st*;
 
+inline constexpr unsigned CU_STREAM_NON_BLOCKING = 0x01;
 inline constexpr unsigned CU_MEMHOSTALLOC_PORTABLE = 0x01;
 inline constexpr unsigned CU_MEMHOSTALLOC_DEVICEMAP = 0x02;
 inline constexpr int CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES = 8;
@@ -58,6 +59,10 @@ struct CudaDriver {
   CUresult (*cuMemFree)(CUdeviceptr address);
   CUresult (*cuMemHostAlloc)(void** address, size_t bytes, unsigned flags);
   CUresult (*cuMemFreeHost)(void* address);
+  CUresult (*cuMemcpyDtoHAsync)(void* to, CUdeviceptr from, size_t bytes, CUstream stream);
+  CUresult (*cuStreamCreate)(CUstream* stream, unsigned flags);
+  CUresult (*cuStreamSynchronize)(CUstream stream);
+  CUresult (*cuStreamDestroy)(CUstream stream);
   CUresult (*cuMemsetD32)(CUdeviceptr address, unsigned word, size_t words);
   CUresult (*cuLibraryLoadData)(CUlibrary* library, const void* code, void* jit_options, void* jit_values,
                                 unsigned jit_count, void* options, void* values, unsigned count);

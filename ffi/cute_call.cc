@@ -6,7 +6,6 @@
 #include <string_view>
 #include <utility>
 
-#include "timeout.h"
 #include "typed_state.h"
 
 namespace ffi = xla::ffi;
@@ -99,9 +98,8 @@ ffi::Error Execute(CUstream stream, int32_t ordinal, CuteSite* site, ffi::Remain
   std::vector<void*> parameters;
   for (void*& address : addresses) parameters.push_back(&address);
   for (int32_t& scalar : site->scalars) parameters.push_back(&scalar);
-  if (std::optional<std::string> error =
-          site->workspace->Launch(ordinal, stream, *site->kernel, site->grid, site->threads, site->shared_memory,
-                                  std::move(parameters), timeout_seconds)) {
+  if (std::optional<std::string> error = site->workspace->Launch(
+          ordinal, stream, *site->kernel, site->grid, site->threads, site->shared_memory, std::move(parameters))) {
     return ffi::Error(ffi::ErrorCode::kInternal, site->what + ": " + *error);
   }
   return ffi::Error::Success();

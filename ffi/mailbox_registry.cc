@@ -40,6 +40,7 @@ std::shared_ptr<Mailbox> MailboxRegistry::Enter(const Meeting& meeting, const La
     } else {
       entry.mailbox = std::make_shared<Mailbox>(layout, sentinel);
     }
+    entry.mailbox->meeting = ++meetings_;
   }
   ++entry.ranks_inside;
   return entry.mailbox;

@@ -55,6 +55,7 @@ class MailboxRegistry {
   std::map<Meeting, Entry> entries_;
   std::vector<std::shared_ptr<Mailbox>> pool_;
   size_t pool_bytes_ = 0;
+  int64_t meetings_ = 0;
 };
 
 }  // namespace jax_twoshot

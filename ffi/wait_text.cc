@@ -22,15 +22,16 @@ std::string RankList(uint64_t ranks) {
 
 std::string DescribeWait(const WaitText& wait) {
   std::ostringstream text;
+  text.precision(3);
   text << "jax_twoshot over " << wait.axes << ": rank " << wait.rank << " of " << wait.tp << " waits for "
-       << RankList(wait.missing) << " (phase " << (wait.reduce ? "reduce" : "collect") << ", generation "
-       << wait.generation << ", chunk " << wait.chunk << ")";
+       << RankList(wait.missing) << " (for " << wait.seconds << " s; phase " << (wait.reduce ? "reduce" : "collect")
+       << ", generation " << wait.generation << ", chunk " << wait.chunk << ", " << wait.call << ")";
   return text.str();
 }
 
-std::string DeadlineAdvice(double timeout_seconds) {
+std::string DeadlineAdvice(const Deadline& deadline) {
   std::ostringstream text;
-  text << "the deadline JAX_TWOSHOT_TIMEOUT of " << timeout_seconds
+  text << "the deadline " << deadline.setting << " of " << deadline.seconds
        << " s has passed. Every rank of the axes has to make the same calls: look for a lax.cond or a loop that only "
           "some ranks take, and for a rank that failed or is still busy";
   return text.str();

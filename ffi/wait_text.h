@@ -6,6 +6,8 @@
 #include <string>
 #include <string_view>
 
+#include "timeout.h"
+
 namespace jax_twoshot {
 
 struct WaitText {
@@ -16,13 +18,16 @@ struct WaitText {
   bool reduce;       // else collect
   uint64_t generation;
   int64_t chunk;
+  double seconds;         // waited so far
+  std::string_view call;  // which call of which workspace
 };
 
-// "jax_twoshot over AXES: rank R of TP waits for ranks ... (phase ..., generation ..., chunk ...)".
+// "jax_twoshot over AXES: rank R of TP waits for ranks ... (for ... s; phase ..., generation ..., chunk ...,
+// CALL)".
 std::string DescribeWait(const WaitText& wait);
 
 // What to look at once a deadline has passed.
-std::string DeadlineAdvice(double timeout_seconds);
+std::string DeadlineAdvice(const Deadline& deadline);
 
 }  // namespace jax_twoshot
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import math
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +17,8 @@ import jax_twoshot
 from jax_twoshot import _compat, _ffi, protocol, workspace
 from jax_twoshot.workspace import Workspace, axes_text, axes_tuple
 
+logger = logging.getLogger("jax_twoshot")
+
 
 def all_reduce(
     x: Any,
@@ -25,9 +29,10 @@ def all_reduce(
 ) -> Any:
     """Sums ``x`` over the ranks of one or several mesh axes: a drop-in for :func:`jax.lax.psum`.
 
-    To be called inside :func:`jax.shard_map`. All ranks get the same bits: the values are added in FP32 in rank
-    order (ranks are numbered along the mesh's axes, in the mesh's order) and rounded once, whatever the shape,
-    the batch size, the workspace and the algorithm. -0.0 counts as +0.0, and NaN comes out in one form.
+    To be called inside :func:`jax.shard_map`; the mesh's other axes are manual there too, or Explicit. All ranks get
+    the same bits: the values are added in FP32 in rank order (ranks are numbered along the mesh's axes, in the mesh's
+    order) and rounded once, whatever the shape, the batch size, the workspace and the algorithm. -0.0 counts as +0.0,
+    and NaN comes out in one form.
 
     The result has ``psum``'s type under ``check_vma=True`` (varying over the axes of ``x`` less ``axis_name``),
     ``psum``'s derivatives, and under :func:`jax.vmap` it is one call on the batched array.
@@ -48,9 +53,11 @@ def all_reduce(
       TypeError: a dtype other than the three.
       NameError: ``axis_name`` is not an axis here: no such axis, or outside ``shard_map``.
       ValueError: the axis is not manual, the workspace is closed or does not fit, or there is no such algorithm.
-      NotImplementedError: another axis of the mesh is not manual, or the platform is neither CPU nor CUDA.
+      NotImplementedError: another axis of the mesh is Auto, or the platform is neither CPU nor CUDA.
+      RuntimeError: this process was forked from one that has used the library.
     """
-    axes = _manual_axes(axis_name)
+    _ffi.enter_process()
+    axes = manual_axes("all_reduce", axis_name)
     choices = ("auto", *protocol.ALGORITHMS)
     if algorithm not in choices:
         raise ValueError(f"jax_twoshot.all_reduce: algorithm must be one of {choices}, got {algorithm!r}")
@@ -58,22 +65,25 @@ def all_reduce(
         return jax.tree.map(lambda leaf: _all_reduce_leaf(leaf, axes, workspace, algorithm), x)
 
 
-class _Axes(NamedTuple):
-    """The reduced axes and the others, each in the mesh's order, with ``sizes`` of the whole mesh."""
+class Axes(NamedTuple):
+    """The reduced axes and the others, each in the mesh's order, with ``sizes`` of the whole mesh; which of the others
+    are Explicit here, not manual."""
 
     names: tuple[str, ...]
     others: tuple[str, ...]
     sizes: dict[str, int]
+    explicit: frozenset[str]
 
     @property
     def tp(self) -> int:
         return math.prod(self.sizes[name] for name in self.names)
 
 
-def _manual_axes(axis_name: str | tuple[str, ...]) -> _Axes:
+def manual_axes(function: str, axis_name: str | tuple[str, ...]) -> Axes:
+    """The axes that a call of ``jax_twoshot``'s ``function`` names, checked as `all_reduce` documents."""
     names = axes_tuple(axis_name)
     mesh = jax.sharding.get_abstract_mesh()
-    prefix = f"jax_twoshot.all_reduce: axis_name={axis_name!r}"
+    prefix = f"jax_twoshot.{function}: axis_name={axis_name!r}"
     if not names or len(set(names)) != len(names):
         raise ValueError(f"{prefix}: give one axis or a tuple of different axes")
     if not mesh.manual_axes:
@@ -92,32 +102,85 @@ def _manual_axes(axis_name: str | tuple[str, ...]) -> _Axes:
                 f"{prefix}: axis {name!r} is not manual here, the manual axes are {tuple(mesh.manual_axes)}; name it "
                 "in jax.shard_map's axis_names, or leave axis_names out to make all axes manual"
             )
-    automatic = [n for n in mesh.axis_names if n not in mesh.manual_axes and mesh.shape[n] > 1]
+    automatic = [n for n in mesh.auto_axes if mesh.shape[n] > 1]
     if automatic:
         raise NotImplementedError(
-            f"{prefix}: every axis of the mesh has to be manual, {automatic} are not; leave axis_names out of "
-            "jax.shard_map, or use jax.lax.psum"
+            f"{prefix}: the other axes of the mesh have to be manual or Explicit, {automatic} are Auto, and how x is "
+            "sharded over them is not known yet; leave axis_names out of jax.shard_map, or make the mesh with "
+            "jax.make_mesh, or use jax.lax.psum"
         )
     in_mesh_order = tuple(n for n in mesh.axis_names if n in names)
     others = tuple(n for n in mesh.axis_names if n not in names)
-    return _Axes(in_mesh_order, others, dict(mesh.shape))
+    explicit = frozenset(n for n in mesh.explicit_axes if mesh.shape[n] > 1)
+    return Axes(in_mesh_order, others, dict(mesh.shape), explicit)
 
 
-def _all_reduce_leaf(x: Any, axes: _Axes, given: Workspace | None, algorithm: str) -> jax.Array:
-    x = jnp.asarray(x)
-    fmt = protocol.FORMATS.get(x.dtype.name)
+def check(x: jax.Array, axis_name: str | tuple[str, ...], platform: str) -> None:
+    """Raises what ``all_reduce(x, axis_name)`` would, now or when it is compiled for ``platform``; and where there is
+    nothing to sum, since only one rank is in the group."""
+    axes = manual_axes("all_reduce", axis_name)
+    fmt = _format(x.dtype)
+    if axes.tp == 1:
+        raise ValueError(f"one rank along {axes_text(axes.names)}: nothing to sum")
+    handle = workspace.resolve(None, axes.names, axes.sizes, fmt)
+    if platform == "cpu":
+        cpu_attributes(axes.names, axes.tp, handle)
+    elif platform == "gpu":
+        if handle is None:
+            raise no_workspace(f"jax_twoshot.all_reduce over {axes_text(axes.names)}", x.dtype)
+    else:
+        _refuse_platform(platform)
+
+
+def _format(dtype: np.dtype) -> protocol.Format:
+    fmt = protocol.FORMATS.get(dtype.name)
     if fmt is None:
         raise TypeError(
-            f"jax_twoshot.all_reduce: x has dtype {x.dtype.name}, it takes {', '.join(protocol.FORMATS)}; use "
+            f"jax_twoshot.all_reduce: x has dtype {dtype.name}, it takes {', '.join(protocol.FORMATS)}; use "
             "jax.lax.psum for other dtypes"
         )
-    rank = jax.lax.axis_index(axes.names)
+    return fmt
+
+
+class Place(NamedTuple):
+    """Which rank of which group runs the program, and whether the trace is typed (check_vma=True)."""
+
+    rank: jax.Array
+    group: jax.Array
+    typed: bool
+
+
+def place(axes: Axes) -> Place:
     group = jax.lax.axis_index(axes.others) if axes.others else jnp.int32(0)
-    # Under check_vma=True, and only there, an axis index is typed as varying: what psum's rules go by.
-    typed = bool(_compat.varying(jax.typeof(rank)))
-    missing = tuple(n for n in axes.names if n not in _compat.varying(jax.typeof(x))) if typed else ()
-    if missing:
-        x = jax.lax.pcast(x, missing, to="varying")
+    return Place(jax.lax.axis_index(axes.names), group, is_typed(axes))
+
+
+def is_typed(axes: Axes) -> bool:
+    """Whether check_vma=True: then, and only then, an axis index is typed as varying. What psum's rules go by."""
+    return bool(_compat.varying(jax.typeof(jax.lax.axis_index(axes.names))))
+
+
+def varying_over(x: jax.Array, axes: Iterable[str], typed: bool) -> jax.Array:
+    """``x``, in a typed trace typed as varying over ``axes`` too."""
+    missing = tuple(n for n in axes if n not in _compat.varying(jax.typeof(x))) if typed else ()
+    return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+
+def _all_reduce_leaf(x: Any, axes: Axes, given: Workspace | None, algorithm: str) -> jax.Array:
+    x = jnp.asarray(x)
+    fmt = _format(x.dtype)
+    if axes.explicit:
+        # Each device's part is a message of its own: left to XLA, the custom call would get x whole on every device.
+        spec = jax.typeof(x).sharding.spec
+        return jax.shard_map(
+            lambda part: _all_reduce_leaf(part, axes._replace(explicit=frozenset()), given, algorithm),
+            axis_names=axes.explicit,
+            in_specs=spec,
+            out_specs=spec,
+            check_vma=is_typed(axes),
+        )(x)
+    rank, group, typed = place(axes)
+    x = varying_over(x, axes.names, typed)
     handle = workspace.resolve(given, axes.names, axes.sizes, fmt)
     params = _Params(axes.names, axes.tp, handle, algorithm, typed)
     return all_reduce_p.bind(x, rank, group, **params._asdict())
@@ -172,33 +235,45 @@ batching.primitive_batchers[all_reduce_p] = _batch
 def _lower_cpu(ctx, x, rank, group, *, axes, tp, workspace, algorithm, typed):
     if _is_identity(ctx, tp):
         return [x]
+    _log_compiled(ctx, axes, "cpu", workspace)
+    return jax.ffi.ffi_lowering(_ffi.TARGET)(ctx, x, rank, group, **cpu_attributes(axes, tp, workspace))
+
+
+def cpu_attributes(axes: tuple[str, ...], tp: int, workspace: workspace.Handle | None) -> dict[str, Any]:
+    """What the handlers on CPU read.
+
+    Raises:
+      NotImplementedError: the ranks are not all in this process.
+    """
     if jax.process_count() > 1:
         raise NotImplementedError(
             f"jax_twoshot.all_reduce over {axes_text(axes)}: on CPU the ranks are devices of one process, this job "
             f"has {jax.process_count()} processes; run it in one process with as many devices "
             "(jax.config.update('jax_num_cpu_devices', n)), or use jax.lax.psum"
         )
+    _ffi.let_ctrl_c_end_waits()
     layout = protocol.Layout.for_capacity(tp, protocol.CPU_CAPACITY_BYTES)
     if workspace and workspace.layout.slot_chunks < layout.slot_chunks:
         layout = workspace.layout
-    return jax.ffi.ffi_lowering(_ffi.TARGET)(ctx, x, rank, group, **_attributes(axes, layout))
+    return {
+        "workspace": np.int64(workspace.id if workspace else -1),
+        "timeout": np.float64(_ffi.timeout_attribute(workspace.timeout if workspace else None)),
+        **_attributes(axes, layout),
+    }
 
 
 def _lower_cuda(ctx, x, rank, group, *, axes, tp, workspace, algorithm, typed):
     if _is_identity(ctx, tp):
         return [x]
     if workspace is None:
-        raise ValueError(
-            f"jax_twoshot.all_reduce over {axes_text(axes)}: on CUDA it needs a workspace made before the first call; "
-            f"none is open for these axes of this mesh and dtype {ctx.avals_in[0].dtype.name}. Make one on every "
-            "process and keep it: ws = jax_twoshot.Workspace(mesh, axis_name, rows=..., width=..., dtype=...)"
-        )
+        raise no_workspace(f"jax_twoshot.all_reduce over {axes_text(axes)}", ctx.avals_in[0].dtype)
     devices = _compat.lowering_devices(ctx)
     if devices is not None and devices != workspace.devices:
         raise ValueError(
             f"jax_twoshot.all_reduce over {axes_text(axes)}: the shard_map runs on devices {devices}, the workspace "
             f"was made for {workspace.devices}; make a Workspace with this mesh"
         )
+    _log_compiled(ctx, axes, "cuda", workspace)
     # The rank and the group are the workspace's to know: only x goes to the kernel.
     ctx = ctx.replace(avals_in=ctx.avals_in[:1])
     return jax.ffi.ffi_lowering(_ffi.TARGET)(
@@ -207,6 +282,21 @@ def _lower_cuda(ctx, x, rank, group, *, axes, tp, workspace, algorithm, typed):
         workspace=np.int64(workspace.id),
         algorithm=algorithm,
         **_attributes(axes, workspace.layout),
+    )
+
+
+def _log_compiled(ctx, axes: tuple[str, ...], platform: str, workspace: workspace.Handle | None) -> None:
+    operand = ctx.avals_in[0].str_short()
+    where = f"workspace {workspace.id}" if workspace else "no workspace"
+    logger.debug("all_reduce of %s over %s compiled for %s, %s", operand, axes_text(axes), platform, where)
+
+
+def no_workspace(what: str, dtype: Any) -> ValueError:
+    """What a call on CUDA raises that has no buffers; ``what`` names it and its axes."""
+    return ValueError(
+        f"{what}: on CUDA it needs a workspace made before the first call; none is open for these axes of this mesh "
+        f"and dtype {dtype.name}. Make one on every process and keep it: "
+        "ws = jax_twoshot.Workspace(mesh, axis_name, rows=..., width=..., dtype=...)"
     )
 
 
@@ -226,8 +316,12 @@ def _is_identity(ctx, tp: int) -> bool:
 
 
 def _lower_other(ctx, x, rank, group, *, axes, tp, workspace, algorithm, typed):
+    _refuse_platform(*ctx.module_context.platforms)
+
+
+def _refuse_platform(*platforms: str) -> NoReturn:
     raise NotImplementedError(
-        f"jax_twoshot.all_reduce runs on CPU and CUDA devices, not on {ctx.module_context.platforms}; use jax.lax.psum"
+        f"jax_twoshot.all_reduce runs on CPU and CUDA devices, not on {', '.join(platforms)}; use jax.lax.psum"
     )
 
 

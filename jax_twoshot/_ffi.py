@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import signal
 from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jaxlib
 
-from jax_twoshot import _settings, protocol
+from jax_twoshot import _compat, _settings, protocol
 
 try:
     from jax_twoshot import _extension
@@ -20,6 +23,8 @@ except ImportError as error:
 
 TARGET = "jax_twoshot_all_reduce"
 """The all-reduce's custom call, one handler a platform."""
+RMS_NORM_TARGET = "jax_twoshot_all_reduce_rms_norm"
+"""The same with a residual and a norm, on CPU."""
 CUTE_TARGET = "jax_twoshot_cute_call"
 """The custom call of a kernel that comes with it, on CUDA."""
 
@@ -37,11 +42,9 @@ def layout_offset(
     return _extension.layout_offsets(tp, slot_chunks, generations, generation, slot, chunk)
 
 
-def next_round(
-    layout: protocol.Layout, left: int, asked: str, ranks_on_device: int, multicast: bool
-) -> tuple[int, str]:
+def next_round(layout: protocol.Layout, left: int, asked: str, one_shot_bytes: int) -> tuple[int, str]:
     """``ffi/protocol.h``'s ``(chunks, algorithm)`` of the first of `protocol.rounds` of ``left`` chunks."""
-    return _extension.next_round(layout.tp, layout.slot_chunks, left, asked, ranks_on_device, multicast)
+    return _extension.next_round(layout.tp, layout.slot_chunks, left, asked, one_shot_bytes)
 
 
 def launch_grid(chunks: int, ranks_on_device: int, sm_count: int, alone: bool) -> int:
@@ -53,6 +56,8 @@ def open_cuda_workspace(
     id: int,
     axes: str,
     layout: protocol.Layout,
+    timeout: float | None,
+    one_shot_bytes: int,
     ranks_on_device: int,
     sm_count: int,
     cubins: Sequence[tuple[str, str, bytes, str, bool]],
@@ -64,6 +69,8 @@ def open_cuda_workspace(
       id: of the workspace.
       axes: for messages.
       layout: of each rank's buffers.
+      timeout: seconds of its deadline; None: the process's.
+      one_shot_bytes: of the largest message that is summed in one shot where the caller does not say.
       ranks_on_device: ranks that share one GPU.
       sm_count: least number of multiprocessors.
       cubins: (algorithm, format, image, symbol, programmatic launch) of each kernel.
@@ -73,8 +80,54 @@ def open_cuda_workspace(
       RuntimeError: the driver refused; its text.
     """
     return _extension.open_cuda_workspace(
-        id, axes, layout.tp, layout.slot_chunks, layout.generations, ranks_on_device, sm_count, cubins, ranks
+        id,
+        axes,
+        layout.tp,
+        layout.slot_chunks,
+        layout.generations,
+        timeout_attribute(timeout),
+        one_shot_bytes,
+        ranks_on_device,
+        sm_count,
+        cubins,
+        ranks,
     )
+
+
+def enter_process() -> None:
+    """Remembers the process that first uses the library.
+
+    Raises:
+      RuntimeError: this is a fork of it. (A program compiled before the fork never gets here, and hangs in JAX.)
+    """
+    global _process
+    _process = _process or os.getpid()
+    if os.getpid() != _process:
+        raise RuntimeError(
+            "jax_twoshot: this process was forked from one that has used it, and the threads of JAX and the memory of "
+            "a GPU do not come along: start processes with multiprocessing's 'spawn' or 'forkserver', or fork first"
+        )
+
+
+_process: int | None = None
+
+
+def let_ctrl_c_end_waits() -> None:
+    """Calls that wait on CPU end on Ctrl-C from now on, unless the program has a SIGINT handler of its own: it may mean
+    to end the step first."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        _extension.count_interrupts()
+
+
+def timeout_attribute(timeout: float | None) -> float:
+    """How the handlers are told a workspace's own deadline, in seconds: below 0 it has none."""
+    return -1.0 if timeout is None else timeout
+
+
+def call_counts(id: int) -> Any:
+    """What the calls of workspace ``id`` have done in this process, counted as long as anybody holds this: ``calls``,
+    ``bytes``, ``rounds(algorithm)``, ``slow_waits``, and ``failure``, the text of the last one or empty."""
+    return _extension.call_counts(id)
 
 
 def close_cuda_workspace(id: int) -> None:
@@ -109,10 +162,12 @@ def _check_mirror() -> None:
 
 def _register() -> None:
     jax.ffi.register_ffi_target(TARGET, _extension.cpu_handlers(), platform="cpu")
+    jax.ffi.register_ffi_target(RMS_NORM_TARGET, _extension.cpu_rms_norm_handlers(), platform="cpu")
     jax.ffi.register_ffi_target(TARGET, _extension.cuda_handlers(), platform="CUDA")
     jax.ffi.register_ffi_target(CUTE_TARGET, _extension.cute_handlers(), platform="CUDA")
 
 
+_compat.check_jaxlib(jaxlib.__version__, _extension.built_with_jaxlib)
 _check_mirror()
 _register()
 _extension.set_timeout(_settings.timeout_seconds())

@@ -11,6 +11,9 @@ first and what it was built from, so half an entry is never taken for a whole on
 4. the compiler, if it is installed; the result goes into the cache.
 
 In 1 and 2 a cubin that is damaged, or compiled from other kernel sources, is an error; in 3 it is a miss.
+The cache has to be the user's own: what another user owns or can write to is code of theirs, and an error. 1 and 2 are
+as trustworthy as whoever set the variable and installed the package. The driver sees no bytes but those that the
+metadata's SHA-256 is of, and that are an ELF file for NVIDIA GPUs.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import hashlib
 import importlib.util
 import json
 import os
+import stat
 import struct
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -33,7 +37,7 @@ from urllib.parse import quote
 import filelock
 
 from jax_twoshot import _settings
-from jax_twoshot.protocol import ALGORITHMS, FORMATS
+from jax_twoshot.protocol import ALGORITHMS, FORMATS, NORM_MAX_BLOCKS, NORM_THREADS
 
 if TYPE_CHECKING:
     from jax_twoshot.kernels.build import Compiled
@@ -45,6 +49,8 @@ TP = (2, 3, 4, 5, 6, 7, 8, 16)
 ARCHS = ("sm_80", "sm_89", "sm_90a", "sm_100a", "sm_103a", "sm_120a")
 """Targets. Those before sm_90a have neither programmatic launch nor multicast."""
 
+_ELF_MACHINE = slice(18, 20)
+_EM_CUDA = b"\xbe\x00"
 _NV_INFO = 0x7000_0000
 """Type of the ELF section in which a cubin describes itself."""
 _REGCOUNT = 0x2F
@@ -310,6 +316,7 @@ def find(variant: Entry) -> Cubin:
         if _exists(folder, variant):
             return _read_given(folder, variant)
     for folder in _cache_folders(variant):
+        _require_own(folder, *_paths(folder, variant))
         try:
             return _read(folder, variant)
         except CubinError:
@@ -317,6 +324,14 @@ def find(variant: Entry) -> Cubin:
     if compiler_version() is None:
         raise CubinError(_nothing_found(variant))
     return _compile_into_cache(variant)
+
+
+def find_all(variants: Sequence[Variant], share: int = 0) -> list[Cubin]:
+    """`find` of each. Processes that start together give different ``share``s: each begins with another kernel, and
+    finds in the cache what the others have compiled meanwhile."""
+    start = share % max(1, len(variants))
+    found = {variant: find(variant) for variant in (*variants[start:], *variants[:start])}
+    return [found[variant] for variant in variants]
 
 
 def _given_folders() -> Iterator[Path]:
@@ -410,7 +425,8 @@ def compile_variant(variant: Entry) -> Cubin:
 
 def _compile_into_cache(variant: Entry) -> Cubin:
     folder = _settings.cache_dir() / "cubins" / f"{variant.sources[:16]}-{compiler_version()}"
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _require_own(folder)
     with filelock.FileLock(folder / f"{variant.name}.lock"):
         try:
             return _read(folder, variant)  # Another process was faster.
@@ -420,28 +436,63 @@ def _compile_into_cache(variant: Entry) -> Cubin:
             return cubin
 
 
-def variants(archs: Iterable[str]) -> list[Variant]:
-    """Every kernel of the all-reduce for these targets."""
+def variants(archs: Iterable[str], tps: Iterable[int] = TP) -> list[Variant]:
+    """Every kernel of the all-reduce for these targets and group sizes."""
     return [
         Variant(tp, name, multicast, arch, algorithm)
         for arch in archs
         for algorithm in ALGORITHMS
-        for tp in TP
+        for tp in tps
         for name in FORMATS
         for multicast in ((False, True) if _has_pdl_and_multicast(arch) else (False,))
     ]
 
 
+def rms_norm_kernel(
+    tp: int, format: str, multicast: bool, arch: str, algorithm: str, blocks: int, *, owners: int | None = None
+) -> Kernel:
+    """The kernel of ``all_reduce_rms_norm`` for rows of ``blocks`` blocks (`protocol.norm_blocks`)."""
+    return Kernel(
+        source="jax_twoshot.kernels.rms_norm",
+        class_name="AllReduceRmsNorm",
+        parameters=(("algorithm", algorithm), ("blocks", blocks)),
+        addresses=5,
+        scalars=3,
+        tp=tp,
+        owners=owners or tp,
+        format=format,
+        multicast=multicast,
+        deferred=False,
+        threads=NORM_THREADS,
+        ctas_per_sm=1,
+        shared_memory=0,
+        arch=arch,
+    )
+
+
+def rms_norm_kernels(archs: Iterable[str], tps: Iterable[int] = TP) -> list[Kernel]:
+    """Every kernel of ``all_reduce_rms_norm`` for these targets and group sizes."""
+    return [
+        rms_norm_kernel(v.tp, v.format, v.multicast, v.arch, v.algorithm, blocks)
+        for v in variants(archs, tps)
+        for blocks in range(1, NORM_MAX_BLOCKS + 1)
+    ]
+
+
 def compile_all(
-    archs: Iterable[str], out_dir: Path, progress: Callable[[int, int, Cubin], None] | None = None
+    archs: Iterable[str],
+    out_dir: Path,
+    progress: Callable[[int, int, Cubin], None] | None = None,
+    tps: Iterable[int] = TP,
 ) -> list[Cubin]:
-    """Compiles the library's kernels for ``archs`` into ``out_dir``, for ``JAX_TWOSHOT_CUBIN_PATH`` or for a wheel.
+    """Compiles the library's kernels for ``archs`` and groups of ``tps`` ranks into ``out_dir``, for
+    ``JAX_TWOSHOT_CUBIN_PATH`` or for a wheel.
 
     Raises:
       CubinError: the compiler is not installed.
       ValueError: an unknown target.
     """
-    return compile_into(variants(archs), out_dir, progress)
+    return compile_into([*variants(archs, tps), *rms_norm_kernels(archs, tps)], out_dir, progress)
 
 
 def compile_into(
@@ -483,6 +534,21 @@ def _paths(folder: Path, variant: Entry) -> tuple[Path, Path]:
     return folder / f"{variant.name}.cubin", folder / f"{variant.name}.json"
 
 
+def _require_own(*paths: Path) -> None:
+    """Refuses a folder or file of the cache that another user owns or may write to; what does not exist is fine."""
+    for path in paths:
+        try:
+            status = path.stat()
+        except FileNotFoundError:
+            continue
+        if status.st_uid != os.geteuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise CubinError(
+                f"{path}: the cache holds code that runs on the GPU, and another user may write to this (owner "
+                f"{status.st_uid}, mode {stat.filemode(status.st_mode)}).\n"
+                "Remove it, or chmod go-w, or set JAX_TWOSHOT_CACHE_DIR to a folder of your own."
+            )
+
+
 def _write(folder: Path, cubin: Cubin) -> None:
     """Image first, metadata last, each put in its place in one step."""
     record = {
@@ -496,6 +562,7 @@ def _write(folder: Path, cubin: Cubin) -> None:
     image_path, record_path = _paths(folder, cubin.variant)
     for path, data in ((image_path, cubin.image), (record_path, json.dumps(record, indent=1).encode())):
         partial = path.with_suffix(f"{path.suffix}.{os.getpid()}")
+        partial.touch(mode=0o644)  # whatever the umask: `_require_own` looks
         partial.write_bytes(data)
         partial.replace(path)
 
@@ -512,6 +579,8 @@ def _read(folder: Path, variant: Entry) -> Cubin:
         ) from error
     if hashlib.sha256(cubin.image).hexdigest() != expected or identity != _identity(variant):
         raise CubinError(f"{image_path}: damaged, not what {record_path.name} says. Compile it again.")
+    if cubin.image[:4] != b"\x7fELF" or cubin.image[_ELF_MACHINE] != _EM_CUDA:
+        raise CubinError(f"{image_path}: not a cubin. Compile it again.")
     return cubin
 
 

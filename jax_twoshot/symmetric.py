@@ -12,7 +12,8 @@ Processes talk through JAX's own key-value store (``jax.distributed``), under to
 two jobs on a host cannot clash, and a default torch process group is neither needed nor touched.
 
 Set-up is all or nothing. A step ends on every process with the same outcome; if one fails, all raise with the
-text of the one that failed, and nothing stays mapped. Every wait has the deadline of R9.
+text of the one that failed, and nothing stays mapped. Every wait has the deadline of R9, with a warning at a tenth
+of it. ``rearm`` makes the memory as new, in the same way, after ranks have lost each other.
 
 Multicast needs all of: both switches on (``multicast_refusal`` is the only gate), a GPU for each rank, the
 device attribute, an NVSwitch fabric, a rendezvous that gives an address, and a multicast store that arrives
@@ -27,6 +28,8 @@ import functools
 import importlib
 import itertools
 import json
+import logging
+import math
 import os
 import socket
 import time
@@ -43,6 +46,8 @@ from jax_twoshot.protocol import WORD_BYTES, ceil_div
 
 ALIGNMENT = 256
 """Bytes; what ``cuMemAlloc`` promises too."""
+
+logger = logging.getLogger("jax_twoshot")
 
 _DISABLE_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 _ALLOW_OVERLAPPING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
@@ -78,6 +83,7 @@ class SymmetricBuffer:
     ranks_on_device: int
     sm_count: int
     _resources: ExitStack = dataclasses.field(repr=False, compare=False)
+    _origin: _Origin = dataclasses.field(repr=False, compare=False)
 
     def close(self) -> None:
         """Unmaps all that this process got from the same ``allocate``; a second call does nothing.
@@ -92,6 +98,9 @@ def allocate(
     size: int,
     word: int,
     prepare: Callable[[Sequence[SymmetricBuffer]], None] | None = None,
+    *,
+    owner: str = "symmetric memory",
+    timeout: float | None = None,
 ) -> list[SymmetricBuffer]:
     """Allocates ``size`` bytes on every device, symmetric in each group, armed with ``word`` (R7).
 
@@ -104,12 +113,14 @@ def allocate(
       word: the 32-bit sentinel.
       prepare: what else each process needs before the first call, given its buffers: a step like the others,
         so if it raises on one process, all raise.
+      owner: what the memory is for; messages begin with it.
+      timeout: seconds to wait for another process, 0 for ever; None: ``JAX_TWOSHOT_TIMEOUT``.
 
     Returns:
       The buffers of this process's devices, in the order of ``groups``.
 
     Raises:
-      SymmetricMemoryError: a process failed a step, or did not reach it within ``JAX_TWOSHOT_TIMEOUT``.
+      SymmetricMemoryError: a process failed a step, or did not reach it in time.
       ValueError: ``groups`` cannot have symmetric memory; the text names the fix.
     """
     if not _settings.multicast_allowed():
@@ -122,16 +133,48 @@ def allocate(
     processes = sorted({device.process_index for group in groups for device in group})
     if groups[0][0].platform == "cpu":
         _require_one_process(processes)
-        return _set_up(_HostMemory(members, size), _Peers(), word, prepare)
+        return _set_up(_HostMemory(members, size), _Peers(owner), word, prepare)
     if len(processes) == 1:
-        return _set_up(_VmmMemory(members, size), _Peers(), word, prepare)
+        return _set_up(_VmmMemory(members, size), _Peers(owner), word, prepare)
     _require_one_device_each(groups)
-    peers = _Peers(processes, jax.process_index(), _KeyValueStore(_jax_client(), next(_calls)))
+    store = _KeyValueStore(_jax_client(), _next_call(processes), _Deadline.of(timeout))
+    peers = _Peers(owner, processes, jax.process_index(), store)
     return _set_up(_TorchMemory(members, size, peers), peers, word, prepare)
 
 
-_calls = itertools.count()
-"""Numbers the collective calls of a process, so that keys of one call are never read by another."""
+_calls: Counter[tuple[int, ...]] = Counter()
+
+
+def _next_call(processes: Sequence[int]) -> str:
+    """A name that the next collective call of these processes has on each of them, and no other call ever has."""
+    _calls[tuple(processes)] += 1
+    return f"{'-'.join(map(str, processes))}/{_calls[tuple(processes)]}"
+
+
+def rearm(buffers: Sequence[SymmetricBuffer], word: int, clear: Callable[[], None]) -> None:
+    """Arms ``buffers``, all that this process has of one ``allocate``, again with ``word``, in the order of R7.
+
+    Collective, and as ``allocate`` all or nothing: a process waits for the others three deadlines long, since one of
+    them may be in a call that has to fail first.
+
+    Args:
+      buffers: of this process.
+      word: the 32-bit sentinel.
+      clear: what else each process has to put back, while no device of the mesh works for it.
+
+    Raises:
+      SymmetricMemoryError: a process failed a step, or did not reach it in time. Nothing can be said of the memory.
+    """
+    origin = buffers[0]._origin
+    memory, peers = origin.memory, origin.peers.patient(3)
+    reset = f"reset {next(origin.resets)}"
+
+    def arm() -> None:
+        memory.fill(word)
+        clear()
+
+    peers.require(f"{reset}, settle", memory.settle)
+    peers.require(f"{reset}, arm", arm)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,14 +231,24 @@ class _PeerFailed(RuntimeError):
 
 
 class _Peers:
-    """The processes that own the devices of a mesh; by default, this one alone."""
+    """The processes that own the devices of a mesh; by default, this one alone. ``owner`` is what they do it for."""
 
     def __init__(
-        self, processes: Sequence[int] = (0,), process: int = 0, store: _KeyValueStore | None = None
+        self,
+        owner: str,
+        processes: Sequence[int] = (0,),
+        process: int = 0,
+        store: _KeyValueStore | None = None,
     ) -> None:
+        self.owner = owner
         self.processes = processes
         self.process = process
         self.store = store
+
+    def patient(self, times: int) -> _Peers:
+        """The same processes, with so many times the deadline."""
+        store = self.store and self.store.patient(times)
+        return _Peers(self.owner, self.processes, self.process, store)
 
     def attempt(self, step: str, action: Callable[[], Any]) -> list[_Outcome]:
         """Runs ``action`` here and returns the outcome on each of ``processes``, once all have one."""
@@ -212,7 +265,7 @@ class _Peers:
         """As ``attempt``, but returns every process's value, or raises on every process."""
         outcomes = self.attempt(step, action)
         if text := self.failure(outcomes):
-            raise SymmetricMemoryError(f"symmetric memory: step {step!r} failed on {text}{_fix(text)}")
+            raise SymmetricMemoryError(f"{self.owner}: step {step!r} failed on {text}{_fix(text)}")
         return [outcome.value for outcome in outcomes]
 
     def failure(self, outcomes: Sequence[_Outcome]) -> str | None:
@@ -225,13 +278,25 @@ class _Peers:
 
     def _outcome_of(self, process: int, step: str) -> _Outcome:
         assert self.store is not None
+        who = f"{self.owner}: process {self.process}"
+
+        def waits_for() -> str:
+            assert self.store is not None
+            there = self.store.names(step)
+            missing = [p for p in self.processes if str(p) not in there]
+            return f"{who} waits for {_processes_text(missing or [process])} in step {step!r}"
+
         try:
-            return _Outcome(**json.loads(self.store.get(f"{step}/{process}")))
+            return _Outcome(**json.loads(self.store.get(f"{step}/{process}", waits_for)))
         except TimeoutError as error:
             raise SymmetricMemoryError(
-                f"symmetric memory: process {process} did not finish step {step!r} ({error}); every process "
-                "of the mesh must create the same workspaces in the same order"
+                f"{waits_for()}: {error}; every process of the mesh must make and reset the same workspaces in the "
+                "same order: look for one that failed, or is still busy"
             ) from None
+
+
+def _processes_text(processes: Sequence[int]) -> str:
+    return f"process{'es' if len(processes) > 1 else ''} {', '.join(map(str, processes))}"
 
 
 def _fix(text: str) -> str:
@@ -243,29 +308,59 @@ def _fix(text: str) -> str:
     return next((f"; {fix}" for cause, fix in fixes.items() if cause in text.lower()), "")
 
 
+@dataclasses.dataclass(frozen=True)
+class _Deadline:
+    """``seconds``, infinite for ever, and the ``setting`` that they come from."""
+
+    seconds: float
+    setting: str
+
+    @classmethod
+    def of(cls, timeout: float | None) -> _Deadline:
+        own = timeout is not None
+        seconds = timeout if own else _settings.timeout_seconds()
+        return cls(seconds or math.inf, "Workspace(timeout=...)" if own else "JAX_TWOSHOT_TIMEOUT")
+
+
 class _KeyValueStore:
     """JAX's key-value store under a prefix of its own, with the deadline of R9 on every wait."""
 
     SLICE_SECONDS = 0.5
     """How often a long wait looks whether a peer has failed."""
 
-    def __init__(self, client: Any, call: int) -> None:
+    def __init__(self, client: Any, call: str, deadline: _Deadline, times: int = 1) -> None:
         self.client = client
+        self.call = call
         self.prefix = f"jax_twoshot/symmetric/{call}/"
-        self.seconds = _settings.timeout_seconds() or float("inf")
+        self.deadline, self.times = deadline, times
+
+    def patient(self, times: int) -> _KeyValueStore:
+        """The same keys, with so many times the deadline."""
+        return _KeyValueStore(self.client, self.call, self.deadline, times)
 
     def set(self, key: str, value: bytes) -> None:
         self.client.key_value_set_bytes(self.prefix + key, value, allow_overwrite=True)
 
-    def get(self, key: str, step: str | None = None) -> bytes:
+    def names(self, folder: str) -> list[str]:
+        """The keys below ``folder``, without it."""
+        entries = self.client.key_value_dir_get_bytes(f"{self.prefix}{folder}/")
+        return [name.rsplit("/", 1)[-1] for name, _ in entries]
+
+    def get(self, key: str, waits_for: Callable[[], str], step: str | None = None) -> bytes:
         """Waits for ``key``; while it does, a process that has failed ``step`` ends the wait.
+
+        Past a tenth of the deadline it logs what it ``waits_for``.
 
         Raises:
           _PeerFailed: a process has failed ``step``.
           TimeoutError: past the deadline.
         """
-        end = time.monotonic() + self.seconds
-        while (left := end - time.monotonic()) > 0:
+        seconds = self.deadline.seconds * self.times
+        start, warned = time.monotonic(), False
+        while (left := start + seconds - time.monotonic()) > 0:
+            if not warned and left < seconds - self.deadline.seconds / 10:
+                logger.warning("%s, for %.3g s so far", waits_for(), seconds - left)
+                warned = True
             milliseconds = max(1, int(1000 * min(left, self.SLICE_SECONDS)))
             try:
                 return self.client.blocking_key_value_get_bytes(self.prefix + key, milliseconds)
@@ -274,7 +369,8 @@ class _KeyValueStore:
                     raise
             if step is not None:
                 self._raise_if_failed(step)
-        raise TimeoutError(f"waited {self.seconds:g} s, JAX_TWOSHOT_TIMEOUT")
+        times = f"{self.times} times " if self.times > 1 else ""
+        raise TimeoutError(f"{times}the deadline {self.deadline.setting} of {self.deadline.seconds:g} s has passed")
 
     def _raise_if_failed(self, step: str) -> None:
         for _, value in self.client.key_value_dir_get_bytes(f"{self.prefix}{step}/"):
@@ -346,6 +442,19 @@ class _Memory:
         """Writes ``word`` to every word of the members' own allocations, and waits until that is done."""
         raise NotImplementedError
 
+    def settle(self) -> None:
+        """Waits until the members' devices have done all that they were given so far."""
+        raise NotImplementedError
+
+
+@dataclasses.dataclass(frozen=True)
+class _Origin:
+    """Where buffers came from, for ``rearm``; ``resets`` numbers its steps, whose keys are used once."""
+
+    memory: _Memory
+    peers: _Peers
+    resets: Iterator[int] = dataclasses.field(default_factory=lambda: itertools.count(1))
+
 
 def _set_up(
     memory: _Memory,
@@ -354,15 +463,18 @@ def _set_up(
     prepare: Callable[[Sequence[SymmetricBuffer]], None] | None,
 ) -> list[SymmetricBuffer]:
     with memory.resources as resources:
-        described = peers.require("describe", lambda: [dataclasses.asdict(f) for f in memory.describe()])
-        facts = [_Facts(**fact) for of_process in described for fact in of_process]
+        described = peers.require(
+            "describe", lambda: (json.dumps(_settings.tuning()), [dataclasses.asdict(f) for f in memory.describe()])
+        )
+        _require_one_tuning([tuning for tuning, _ in described])
+        facts = [_Facts(**fact) for _, of_process in described for fact in of_process]
         _require_one_host(facts)
         overlapping = max(Counter((f.group, f.ordinal) for f in facts).values()) > 1
         ranks_on_device = max(Counter(f.uuid for f in facts).values())
         reason = _refusal(facts, overlapping or ranks_on_device > 1) or _try_multicast(memory, peers)
         if reason is not None:
             peers.require("map", lambda: memory.map("map", False, overlapping))
-        kept = ExitStack()
+        kept, origin = ExitStack(), _Origin(memory, peers)
         buffers = [
             SymmetricBuffer(
                 device=m.member.device,
@@ -375,6 +487,7 @@ def _set_up(
                 ranks_on_device=ranks_on_device,
                 sm_count=min(f.sm_count for f in facts),
                 _resources=kept,
+                _origin=origin,
             )
             for m in memory.mappings
         ]
@@ -383,6 +496,14 @@ def _set_up(
         peers.require("arm", lambda: memory.fill(word))
         kept.push(resources.pop_all())
     return buffers
+
+
+def _require_one_tuning(tunings: Sequence[str]) -> None:
+    if len(set(tunings)) > 1:
+        raise ValueError(
+            f"JAX_TWOSHOT_TUNING: all processes must choose alike between one shot and two, and hence have the same "
+            f"tables; got {' and '.join(sorted(set(tunings)))}; give every process the same file"
+        )
 
 
 def _require_one_host(facts: Sequence[_Facts]) -> None:
@@ -465,6 +586,9 @@ class _HostMemory(_Memory):
             words = (ctypes.c_uint32 * (self.size // WORD_BYTES)).from_address(mapping.address)
             np.ctypeslib.as_array(words).fill(word)
 
+    def settle(self) -> None:
+        """CPU devices work for calls only, and these have buffers of their own."""
+
 
 # ---- CUDA driver -------------------------------------------------------------------------------------------
 
@@ -546,6 +670,11 @@ class _Driver:
             self.call("cuMemsetD32", address, word, words)
             self.call("cuCtxSynchronize")
 
+    def settle(self, ordinal: int) -> None:
+        """Waits until the GPU has done all that this process gave it."""
+        with self.current(ordinal):
+            self.call("cuCtxSynchronize")
+
     def load(self, ordinal: int, address: int, words: int) -> list[int]:
         host = np.empty(words, np.uint32)
         with self.current(ordinal):
@@ -621,6 +750,10 @@ class _DriverMemory(_Memory):
     def fill(self, word: int) -> None:
         for m in self.mappings:
             self.driver.fill(m.member.device, m.address, word, self.size // WORD_BYTES)
+
+    def settle(self) -> None:
+        for m in self.mappings:
+            self.driver.settle(m.member.device)
 
     def map_multicast(self) -> None:
         self.map("map multicast", multicast=True, overlapping=False)
@@ -760,7 +893,12 @@ class _TorchMemory(_DriverMemory):
         (member,) = self.members
         device = torch.device("cuda", member.device)
         switches = {_ALLOW_OVERLAPPING: overlapping, _DISABLE_MULTICAST: not multicast}
-        with torch.cuda.device(device), _environment(switches), self._group(step, member) as group:
+        with (
+            torch.cuda.device(device),
+            _environment(switches),
+            _private_files(),
+            self._group(step, member) as group,
+        ):
             # Not symm_mem.empty: its memory pool would share and keep the allocation.
             symmetric = _c10d()._SymmetricMemory
             tensor = symmetric.empty_strided_p2p((self.size,), (1,), torch.uint8, device)
@@ -820,7 +958,7 @@ def _torch_store(store: _KeyValueStore, step: str) -> Any:
             store.set(f"torch/{key}", value)
 
         def get(self, key: str) -> bytes:
-            return store.get(f"torch/{key}", step)
+            return store.get(f"torch/{key}", lambda: f"symmetric memory: torch waits in step {step!r}", step)
 
         def wait(self, keys: Sequence[str], timeout: Any = None) -> None:
             for key in keys:
@@ -833,6 +971,17 @@ def _torch_store(store: _KeyValueStore, step: str) -> Any:
 
 _torch_stores: list[Any] = []
 """Torch keeps only the C++ half of a store alive, and for ever (``set_group_info``)."""
+
+
+@contextmanager
+def _private_files() -> Iterator[None]:
+    """Keeps what the body creates from other users: torch passes memory through a socket in TMPDIR that has a name
+    anyone can guess, and who may write to it can pass memory too."""
+    before = os.umask(0o077)
+    try:
+        yield
+    finally:
+        os.umask(before)
 
 
 @contextmanager

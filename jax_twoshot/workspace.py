@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_twoshot import _ffi, cubin, protocol
+from jax_twoshot import _ffi, _settings, cubin, protocol
 
 if TYPE_CHECKING:
     from jax_twoshot.symmetric import SymmetricBuffer
@@ -35,12 +35,14 @@ class Gpus:
       multicast: what all ranks get is stored once, through a multicast address.
       ranks_on_device: most ranks that share one GPU.
       sm_count: least number of multiprocessors.
+      one_shot_bytes: of the largest message that is summed in one shot where the caller does not say.
     """
 
     arch: str
     multicast: bool
     ranks_on_device: int
     sm_count: int
+    one_shot_bytes: int
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,7 @@ class Handle:
       layout: of each rank's buffers.
       devices: ids of the mesh's devices, in mesh order.
       owners: ranks that own chunks: all, or 1 in the stand-in for one GPU.
+      timeout: seconds of its own deadline; None: the process's.
       gpu: of the mesh; None on CPU.
     """
 
@@ -59,6 +62,7 @@ class Handle:
     layout: protocol.Layout
     devices: tuple[int, ...]
     owners: int
+    timeout: float | None = None
     gpu: Gpus | None = None
 
     @property
@@ -104,6 +108,31 @@ class View:
         )
 
 
+@dataclass(frozen=True)
+class Stats:
+    """What the calls of a workspace have done. All ranks make the same calls: they are counted on one of this process.
+
+    A replayed CUDA graph does not pass the host. So on CUDA only ``rounds`` counts all, in device memory; the other
+    three tell what was launched or recorded into graphs, each launch once.
+
+    Attributes:
+      calls: that reached the handler; an empty message or a single rank makes none.
+      bytes: of those calls' messages, of one rank.
+      algorithms: rounds of those calls, by algorithm.
+      rounds: all. On CUDA those that are finished, since the workspace was made or reset, modulo 2^32; once it is
+        closed, those of ``algorithms``.
+      slow_waits: waits, of any rank of this process, that lasted longer than a tenth of the deadline (R9).
+      failure: the text of the last failed wait; None if there was none, or none since `Workspace.reset` on CUDA.
+    """
+
+    calls: int
+    bytes: int
+    algorithms: dict[str, int]
+    rounds: int
+    slow_waits: int
+    failure: str | None
+
+
 class Workspace:
     """Buffers for the all-reduces over ``axis_names`` of ``mesh``.
 
@@ -126,11 +155,15 @@ class Workspace:
         to ``tp - 1`` of its own buffers are the ranks. A kernel that is called on it pushes every rank's part itself
         (``jax_twoshot.cutedsl.Arguments.parts``), so it can be tested and timed on one GPU, in one process.
       tp: ranks that the stand-in plays; without ``owners`` the mesh says how many there are.
+      timeout: the deadline of every wait for a peer, in seconds: of calls on this workspace, of making and of
+        resetting it. 0 waits for ever; None (default) is ``JAX_TWOSHOT_TIMEOUT``. The same on every process.
 
     Raises:
       TypeError: ``mesh`` is no mesh, or ``dtype`` is none of the three.
-      ValueError: an axis that the mesh does not have, rows or width below 1, other generations than 2 and 3, or a
-        stand-in on several devices.
+      ValueError: an axis that the mesh does not have, rows or width below 1, other generations than 2 and 3, a
+        stand-in on several devices, or no number of seconds.
+      SymmetricMemoryError: on CUDA, a process failed to set its part up, or did not come in time.
+      RuntimeError: this process was forked from one that has used the library.
     """
 
     def __init__(
@@ -144,7 +177,9 @@ class Workspace:
         generations: int = protocol.GENERATIONS,
         owners: int | None = None,
         tp: int | None = None,
+        timeout: float | None = None,
     ):
+        _ffi.enter_process()
         if not isinstance(mesh, jax.sharding.Mesh):
             raise TypeError(
                 f"Workspace: mesh must be a jax.sharding.Mesh (it says which devices), got {type(mesh).__name__}; "
@@ -172,6 +207,7 @@ class Workspace:
         self.axis_names = tuple(n for n in mesh.axis_names if n in names)
         self.format = protocol.FORMATS[name]
         self.rows, self.width = int(rows), int(width)
+        self.timeout = None if timeout is None else _settings.seconds_of("Workspace: timeout", timeout)
         tp = self._tp = _ranks(math.prod(mesh.shape[n] for n in self.axis_names), owners, tp)
         cuda = tp > 1 and mesh.devices.flat[0].platform == "gpu"
         capacity = self.rows * self.width * self.format.itemsize
@@ -180,23 +216,28 @@ class Workspace:
             max(tp, protocol.MIN_RANKS),
             capacity,
             generations,
-            one_shot_bytes=capacity if owners else protocol.most_one_shot_bytes(tp) if cuda else 0,
+            one_shot_bytes=capacity if owners else protocol.most_one_shot_bytes(tp, _settings.tuning()) if cuda else 0,
         )
-        self.handle = Handle(
-            next(_ids), layout, tuple(device.id for device in mesh.devices.flat), owners or layout.tp
-        )
+        devices = tuple(device.id for device in mesh.devices.flat)
+        self.handle = Handle(next(_ids), layout, devices, owners or layout.tp, self.timeout)
         if cuda and self.rows * self.width > protocol.MAX_ROUND_ELEMENTS:
             raise ValueError(
                 f"Workspace: rows * width must be at most {protocol.MAX_ROUND_ELEMENTS} elements, got {rows} * {width}"
                 "; a larger message takes several rounds by itself"
             )
         self._closed = False
+        self._counts = _ffi.call_counts(self.handle.id)
         self._cuda = _CudaBuffers(self) if cuda else None
         if self._cuda is not None:
             self.handle = dataclasses.replace(self.handle, gpu=self._cuda.gpu)
         # Also when nobody keeps the workspace: a compiled program may still use the memory.
         self._release = weakref.finalize(self, self._cuda.close) if self._cuda else None
         _open[self.handle.id] = self
+        logger.info(
+            "workspace %d: made for %s of %s, %s, rounds of up to %d bytes",
+            *(self.handle.id, axes_text(self.axis_names), dict(mesh.shape), name),
+            layout.capacity_chunks * protocol.CHUNK_BYTES,
+        )
 
     @property
     def tp(self) -> int:
@@ -211,8 +252,11 @@ class Workspace:
     def close(self) -> None:
         """Lets go of the buffers; calling it again does nothing. Dropping the last reference does the same.
 
-        The memory goes back soon after the last compiled program that uses it is gone, at the latest with the process.
+        Waits for no other process, nor for a call in flight. The memory goes back soon after the last compiled program
+        that uses it is gone, at the latest with the process.
         """
+        if not self._closed:
+            logger.info("workspace %d: closed", self.handle.id)
         self._closed = True
         _open.pop(self.handle.id, None)
         if self._release is not None:
@@ -262,6 +306,43 @@ class Workspace:
             raise ValueError(f"Workspace.grid: {self} is not on GPUs, and a grid depends on theirs")
         most = protocol.most_ctas(gpu.ranks_on_device, gpu.sm_count, ctas_per_sm)
         return max(1, min(protocol.ceil_div(chunks, threads), most))
+
+    def stats(self) -> Stats:
+        """What calls have done so far, as far as this process knows, without waiting for any of them.
+
+        Raises:
+          RuntimeError: the GPU cannot be asked; the driver's text.
+        """
+        counts = self._counts
+        algorithms = {name: counts.rounds(name) for name in protocol.ALGORITHMS}
+        on_device = self._cuda.rounds_done() if self._cuda is not None else None
+        failure = self._cuda.failure() if self._cuda is not None else counts.failure
+        return Stats(
+            calls=counts.calls,
+            bytes=counts.bytes,
+            algorithms=algorithms,
+            rounds=sum(algorithms.values()) if on_device is None else on_device,
+            slow_waits=counts.slow_waits,
+            failure=failure or None,
+        )
+
+    def reset(self) -> None:
+        """Makes the workspace usable again after a call has failed; compiled programs go on working.
+
+        Collective: every process of the mesh calls it, also one that saw no failure, after its calls have ended
+        (``jax.block_until_ready``), and makes no call before it returns. It waits for its own GPUs and up to three
+        deadlines for the other processes. If it raises, every call does until a later reset succeeds.
+
+        On CPU there is nothing to do: buffers belong to a call, and what follows a failed one finds new ones.
+
+        Raises:
+          ValueError: the workspace is closed.
+          SymmetricMemoryError: a process failed, or did not come in time.
+        """
+        if self._closed:
+            raise ValueError(f"Workspace.reset: it is closed ({self}); make a new one")
+        if self._cuda is not None:
+            self._cuda.reset()
 
     def __enter__(self) -> Workspace:
         return self
@@ -337,6 +418,7 @@ class _CudaBuffers:
         self._stand_in = workspace.handle.owners < workspace.handle.layout.tp
         self._format = workspace.format
         self._layout = workspace.handle.layout
+        self._timeout = workspace.timeout
         self.native: Any = None
         self._axes = axes_text(workspace.axis_names)
         _free_unused()
@@ -345,6 +427,8 @@ class _CudaBuffers:
             self._layout.bytes,
             self._format.sentinel,
             prepare=self._open,
+            owner=f"workspace {self.id} over {self._axes}",
+            timeout=self._timeout,
         )
         shared = len(self.buffers) > 1 or self.buffers[0].ranks_on_device > 1
         if shared and os.environ.get("CUDA_MODULE_LOADING") != "EAGER":
@@ -360,14 +444,18 @@ class _CudaBuffers:
         by_ordinal = {device.local_hardware_id: device for device in jax.local_devices()}
         (arch,) = {cubin.arch_for(_capability(by_ordinal[b.device])) for b in buffers}
         multicast = all(b.multicast is not None for b in buffers)
-        self.gpu = Gpus(arch, multicast, buffers[0].ranks_on_device, buffers[0].sm_count)
+        sharing = buffers[0].ranks_on_device
+        one_shot_bytes = protocol.one_shot_bytes(self._layout.tp, sharing, multicast, _settings.tuning())
+        self.gpu = Gpus(arch, multicast, sharing, buffers[0].sm_count, one_shot_bytes)
         protocol.grid(1, self.gpu.ranks_on_device, self.gpu.sm_count)  # R5: refuse what cannot be resident
         variants = self._all_reduce_variants()
-        found = [(variant, cubin.find(variant)) for variant in variants]
+        found = zip(variants, cubin.find_all(variants, share=jax.process_index()), strict=True)
         self.native = _ffi.open_cuda_workspace(
             self.id,
             self._axes,
             self._layout,
+            self._timeout,
+            self.gpu.one_shot_bytes,
             self.gpu.ranks_on_device,
             self.gpu.sm_count,
             [(v.algorithm, v.format, c.image, c.symbol, v.pdl) for v, c in found],
@@ -394,9 +482,20 @@ class _CudaBuffers:
         """Why no further call can succeed, or None."""
         return self.native.failure() if self.native is not None else None
 
+    def rounds_done(self) -> int | None:
+        """Rounds finished, replayed ones included; None once the buffers are given back."""
+        return self.native.rounds_done() if self.native is not None else None
+
     def slow_waits(self) -> list[str]:
         """What ranks of this process have been waiting for long for, each wait once."""
         return self.native.slow_waits() if self.native is not None else []
+
+    def reset(self) -> None:
+        from jax_twoshot import symmetric
+
+        self.native.begin_reset()
+        symmetric.rearm(self.buffers, self._format.sentinel, self.native.clear)
+        self.native.end_reset()
 
     def close(self) -> None:
         """Gives the memory back, now or soon after no compiled program holds it any more."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import inspect
 import json
 import os
@@ -24,8 +23,8 @@ from helpers import cpu_mesh
 from jax import lax
 
 import jax_twoshot
-from jax_twoshot import _settings, cubin, reference
-from jax_twoshot.cli import bench, doctor, machine, main, selftest, terminal
+from jax_twoshot import cubin, reference
+from jax_twoshot.cli import bench, machine, main, selftest, terminal
 
 COMMAND = (sys.executable, "-m", "jax_twoshot")
 
@@ -121,227 +120,6 @@ def test_more_devices_than_there_are(capsys: pytest.CaptureFixture[str]) -> None
 
 def test_bad_arguments_from_the_shell() -> None:
     assert "whole number" in command("bench", "--rows", "none", code=2).stderr
-
-
-# ---- doctor ------------------------------------------------------------------------------------------------
-
-
-def test_doctor() -> None:
-    text = command("doctor", JAX_TWOSHOT_MULTICAST="0").stdout
-    assert f"jax {jax.__version__}" in text
-    assert "JAX_TWOSHOT_MULTICAST=0" in text
-    assert re.search("yes +CPU devices: [0-9]+ sums on 2 devices, every bit the oracle's", text)
-    assert "no    multicast: switched off by JAX_TWOSHOT_MULTICAST=0" in text
-    assert text.splitlines()[-1].startswith("Next: python -m jax_twoshot ")
-
-
-def test_doctor_json() -> None:
-    report = json.loads(command("doctor", "--json", JAX_TWOSHOT_CACHE_DIR="/somewhere").stdout)
-    assert set(report) == {"ok", "versions", "devices", "settings", "checks", "next"}
-    assert report["ok"] is True
-    assert report["versions"]["jax"] == jax.__version__
-    assert report["versions"]["jax-twoshot"] == jax_twoshot.__version__
-    assert all(set(check) == {"name", "status", "text", "fix"} for check in report["checks"])
-    status = {check["name"]: check["status"] for check in report["checks"]}
-    assert status["settings"] == status["extension"] == status["CPU devices"] == "yes"
-    assert {"NVIDIA driver", "GPUs", "kernels", "multicast"} <= set(status)
-    assert set(status.values()) <= {"yes", "no", "unknown"}
-    values = {setting["name"]: setting["value"] for setting in report["settings"]}
-    assert values["JAX_TWOSHOT_CACHE_DIR"] == "/somewhere"
-    assert values["JAX_TWOSHOT_CUBIN_PATH"] is None
-
-
-def test_doctor_imports_neither_torch_nor_the_compiler() -> None:
-    script = """
-        import sys
-        from jax_twoshot.cli import main
-        main(["doctor"])
-        print({"torch", "cutlass"} & set(sys.modules))
-    """
-    assert python(script).splitlines()[-1] == "set()"
-
-
-def test_doctor_knows_every_setting() -> None:
-    read = set(re.findall(r'environ\.get\(\s*"(JAX_TWOSHOT_\w+)"', inspect.getsource(_settings)))
-    found = doctor.settings()
-    assert len(read) >= 4
-    assert read == {setting["name"] for setting in found}
-    assert all(setting["meaning"] and setting["default"] for setting in found)
-    (timeout,) = (setting for setting in found if setting["name"] == "JAX_TWOSHOT_TIMEOUT")
-    assert timeout["meaning"].endswith("0 waits for ever")
-    assert timeout["default"] == "300"
-
-
-def test_doctor_with_a_bad_setting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("JAX_TWOSHOT_TIMEOUT", "soon")
-    report = doctor.diagnose()
-    checks = {check["name"]: check for check in report["checks"]}
-    assert not report["ok"]
-    assert "got 'soon'" in checks["settings"]["text"]
-    assert checks["CPU devices"]["status"] == "unknown"
-    assert report["next"] == "unset JAX_TWOSHOT_TIMEOUT"
-
-
-def test_doctor_without_the_extension(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name in ("_ffi", "_extension"):
-        monkeypatch.delattr(jax_twoshot, name)
-    monkeypatch.delitem(sys.modules, "jax_twoshot._ffi")
-    monkeypatch.setitem(sys.modules, "jax_twoshot._extension", None)
-    assert main(["doctor"]) == 1
-    text = capsys.readouterr().out
-    assert (
-        "no    extension: jax_twoshot/_extension: the compiled part of jax_twoshot cannot be loaded" in text
-    )
-    assert "all_reduce cannot run here." in text
-    assert text.splitlines()[-1] == "Next: pip install --force-reinstall --no-deps jax_twoshot"
-
-
-def test_doctor_survives_its_own_checks(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: Any, **__: Any) -> Any:
-        raise OSError("no such luck")
-
-    for target, name in ((subprocess, "run"), (cubin, "compiler_version"), (ctypes, "CDLL")):
-        monkeypatch.setattr(target, name, fail)
-    checks = {check["name"]: check for check in doctor.diagnose()["checks"]}
-    assert checks["CPU devices"]["status"] == "unknown"
-    assert checks["CPU devices"]["text"] == "the check failed: OSError: no such luck"
-    assert checks["kernels"]["status"] == "unknown"
-    assert checks["NVIDIA driver"]["status"] == "no"
-
-
-@pytest.mark.parametrize(
-    "trial, text",
-    [
-        ("import os; os.abort()", "the self-test ended with exit code -6: it printed no error"),
-        (
-            "raise SystemExit('rank 1, wrong bits')",
-            "the self-test ended with exit code 1: rank 1, wrong bits",
-        ),
-        ("import time; time.sleep(60)", "the self-test did not end in 3 s"),
-    ],
-)
-def test_doctor_survives_a_crash_and_a_hang(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, trial: str, text: str
-) -> None:
-    """In the place of the Python that would run the trial, one that fails."""
-    python = tmp_path / "python"
-    python.write_text(f"#!{sys.executable}\n{trial}\n")
-    python.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(python))
-    monkeypatch.setattr(doctor, "TRIAL_SECONDS", 3)
-    report = doctor.diagnose()
-    (check,) = (check for check in report["checks"] if check["name"] == "CPU devices")
-    assert (check["status"], check["text"], report["ok"]) == ("no", text, False)
-
-
-class FakeDriver:
-    """libcuda of a machine with two GPUs: the functions that make no context; any other is an error."""
-
-    def __init__(self, version: int = 13000, access: int = 1, init: int = 0) -> None:
-        self.version, self.access, self.init = version, access, init
-
-    def cuDriverGetVersion(self, out: Any) -> int:
-        return self._give(out, self.version)
-
-    def cuInit(self, flags: int) -> int:
-        return self.init
-
-    def cuGetErrorString(self, status: int, out: Any) -> int:
-        return self._give(out, b"no CUDA-capable device is detected")
-
-    def cuDeviceGetCount(self, out: Any) -> int:
-        return self._give(out, 2)
-
-    def cuDeviceGet(self, out: Any, ordinal: int) -> int:
-        return self._give(out, 40 + ordinal)
-
-    def cuDeviceGetName(self, buffer: Any, size: int, device: int) -> int:
-        buffer.value = b"NVIDIA Test"
-        return 0
-
-    def cuDeviceGetAttribute(self, out: Any, attribute: int, device: int) -> int:
-        return self._give(out, {75: 9, 76: 0}[attribute])
-
-    def cuDeviceCanAccessPeer(self, out: Any, a: int, b: int) -> int:
-        return self._give(out, self.access if (a, b) == (41, 40) else 1)
-
-    @staticmethod
-    def _give(out: Any, value: Any) -> int:
-        out._obj.value = value
-        return 0
-
-
-def _diagnose_with(
-    monkeypatch: pytest.MonkeyPatch, library: FakeDriver, **installed: str
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """``doctor``'s report, and its checks by name, on a machine with this driver and these packages."""
-    packages = {name.replace("_", "-"): version for name, version in installed.items()}
-    monkeypatch.setattr(ctypes, "CDLL", lambda name: library)
-    monkeypatch.setattr(doctor, "_cpu", lambda: doctor.Check("CPU devices", "yes", "not the matter here"))
-    monkeypatch.setattr(machine, "version", packages.get)
-    monkeypatch.setattr(cubin, "compiler_version", lambda: packages.get("nvidia-cutlass-dsl"))
-    monkeypatch.setenv("JAX_TWOSHOT_MULTICAST", "0")
-    report = doctor.diagnose()
-    return report, {check["name"]: check for check in report["checks"]}
-
-
-def test_doctor_with_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    report, checks = _diagnose_with(
-        monkeypatch,
-        FakeDriver(),
-        jax_cuda13_plugin="0.12.0",
-        cuda_bindings="13.0.1",
-        nvidia_cutlass_dsl="4.8.1",
-        torch="2.13.0+cpu",
-    )
-    assert report["versions"]["driver"] == "CUDA 13.0"
-    assert [gpu["name"] for gpu in report["devices"]["gpus"]] == ["NVIDIA Test"] * 2
-    assert checks["GPUs"]["text"].startswith("0: NVIDIA Test, compute capability 9.0; 1: ")
-    assert checks["peer access"]["text"] == "between all 2 GPUs"
-    assert checks["JAX on CUDA"]["status"] == "unknown", (
-        "that it starts was not tried, and must not be claimed"
-    )
-    assert checks["symmetric memory"]["text"].endswith("torch is missing for one process a GPU")
-    assert checks["kernels"]["status"] == "yes"
-    assert checks["multicast"]["status"] == "no"
-    assert report["next"] == "python -m jax_twoshot selftest"
-
-
-@pytest.mark.parametrize(
-    "installed, name, fix",
-    [
-        ({}, "JAX on CUDA", "pip install 'jax_twoshot[cuda12]'"),
-        ({"jax_cuda12_plugin": "0.10.2"}, "symmetric memory", "pip install 'jax_twoshot[cuda12]'"),
-        (
-            {"jax_cuda12_plugin": "0.10.2", "cuda_bindings": "12.9"},
-            "kernels",
-            "pip install 'jax_twoshot[compile]'",
-        ),
-    ],
-)
-def test_doctor_says_what_a_gpu_lacks(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, installed: dict[str, str], name: str, fix: str
-) -> None:
-    monkeypatch.setenv("JAX_TWOSHOT_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(cubin, "_PACKAGED", tmp_path)
-    report, checks = _diagnose_with(monkeypatch, FakeDriver(version=12080), **installed)
-    assert checks[name]["status"] == "no"
-    assert report["next"] == fix
-
-
-def test_doctor_without_peer_access(monkeypatch: pytest.MonkeyPatch) -> None:
-    _, checks = _diagnose_with(monkeypatch, FakeDriver(access=0))
-    assert checks["peer access"]["status"] == "no"
-    assert checks["peer access"]["text"] == "not from GPU 1 to 0"
-
-
-def test_doctor_keeps_the_drivers_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    report, checks = _diagnose_with(monkeypatch, FakeDriver(init=100))
-    assert checks["GPUs"]["status"] == "no"
-    assert checks["GPUs"]["text"] == "cuInit: error 100 (no CUDA-capable device is detected)"
-    assert report["ok"], "CPU devices work all the same"
 
 
 # ---- selftest ----------------------------------------------------------------------------------------------
@@ -594,7 +372,11 @@ def test_checked_program_is_the_oracles() -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments, archs", [(["--arch", "sm_90a", "sm_100a"], ("sm_90a", "sm_100a")), (["--all"], cubin.ARCHS)]
+    "arguments, archs, tps",
+    [
+        (["--arch", "sm_90a", "sm_100a"], ("sm_90a", "sm_100a"), cubin.TP),
+        (["--all", "--tp", "8,2"], cubin.ARCHS, (2, 8)),
+    ],
 )
 def test_compile(
     monkeypatch: pytest.MonkeyPatch,
@@ -602,16 +384,17 @@ def test_compile(
     tmp_path: Path,
     arguments: list[str],
     archs: tuple[str, ...],
+    tps: tuple[int, ...],
 ) -> None:
     asked = []
 
-    def compile_all(archs: Any, out_dir: Path, progress: Any) -> list[str]:
-        asked.append((tuple(archs), out_dir))
+    def compile_all(archs: Any, out_dir: Path, progress: Any, tps: Any) -> list[str]:
+        asked.append((tuple(archs), out_dir, tuple(tps)))
         return ["a cubin"]
 
     monkeypatch.setattr(cubin, "compile_all", compile_all)
     assert main(["compile", *arguments, "-o", str(tmp_path)]) == 0
-    assert asked == [(archs, tmp_path)]
+    assert asked == [(archs, tmp_path, tps)]
     assert capsys.readouterr().out.endswith(f"export JAX_TWOSHOT_CUBIN_PATH={tmp_path}\n")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -156,6 +157,47 @@ def test_a_damaged_entry_is_a_miss(compiles, tmp_path, damage):
     assert compiles == [VARIANT] * 2
 
 
+@pytest.mark.parametrize("which", ["folder", "image", "record"])
+@pytest.mark.parametrize("bits", [0o020, 0o002], ids=["group", "others"])
+def test_what_others_may_write_to_is_refused(compiles, tmp_path, which, bits):
+    find(VARIANT)
+    image, record = cached(tmp_path)
+    path = {"folder": image.parent, "image": image, "record": record}[which]
+    assert path.stat().st_mode & 0o022 == 0
+    path.chmod(path.stat().st_mode | bits)
+    with pytest.raises(CubinError, match="another user may write to this.*\n.*chmod go-w") as error:
+        find(VARIANT)
+    assert str(error.value).startswith(f"{path}: ")
+    assert compiles == [VARIANT]
+
+
+def test_what_another_user_owns_is_refused(compiles, tmp_path, monkeypatch):
+    find(VARIANT)
+    uid = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: uid + 1)
+    with pytest.raises(CubinError, match=f"owner {uid}"):
+        find(VARIANT)
+
+
+def test_a_new_cache_is_private_whatever_the_umask(compiles, tmp_path):
+    before = os.umask(0)
+    try:
+        find(VARIANT)
+    finally:
+        os.umask(before)
+    image, record = cached(tmp_path)
+    assert [path.stat().st_mode & 0o777 for path in (image.parent, image, record)] == [0o700, 0o644, 0o644]
+    find(VARIANT)
+    assert compiles == [VARIANT]
+
+
+@pytest.mark.parametrize("image", [b"", b"MZ" * 40, b"\x7fELF" + bytes(60)], ids=["empty", "no ELF", "not for GPUs"])
+def test_what_is_no_cubin_is_refused_whatever_its_digest(compiles, explicit, image):
+    cubin._write(explicit, replace(compile_once(VARIANT), image=image))
+    with pytest.raises(CubinError, match="not a cubin"):
+        find(VARIANT)
+
+
 def test_a_process_that_died_between_the_two_files(compiles, tmp_path, monkeypatch):
     put = Path.replace
 
@@ -215,6 +257,13 @@ print(hashlib.sha256(cubin.find(cubin.Variant(2, "float32", False, "sm_90a")).im
             process.kill()
     assert outputs == [hashlib.sha256(compile_once(VARIANT).image).hexdigest() + "\n"] * 3
     assert (tmp_path / "count").read_text() == "x"
+
+
+def test_processes_share_the_compiling(compiles):
+    others = [replace(VARIANT, algorithm="one_shot"), replace(VARIANT, tp=3)]
+    wanted = [VARIANT, *others]
+    assert [found.variant for found in cubin.find_all(wanted, share=4)] == wanted
+    assert compiles == [*others, VARIANT]  # the fifth process of three kernels begins with the second
 
 
 # ---- Given cubins ------------------------------------------------------------------------------------------
@@ -319,20 +368,22 @@ def test_compiling_without_a_compiler(no_compiler):
 
 
 def test_compile_all(compiles, monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(cubin, "TP", (2,))
+    norms = cubin.rms_norm_kernels(["sm_90a"], (2,))
+    assert len(norms) == 12 * 4
+    monkeypatch.setattr(cubin, "rms_norm_kernels", lambda archs, tps: norms[:1])
     out = tmp_path / "a" / "b"
-    done = cubin.compile_all(["sm_90a", "sm_80"], out, cubin.print_progress)
-    assert len(done) == 18
+    done = cubin.compile_all(["sm_90a", "sm_80"], out, cubin.print_progress, (2,))
+    assert len(done) == 19
     assert {path.name for path in out.iterdir()} == {
         f"{variant.name}{suffix}"
-        for variant in cubin.variants(["sm_90a", "sm_80"])
+        for variant in (*cubin.variants(["sm_90a", "sm_80"], (2,)), norms[0])
         for suffix in (".cubin", ".json")
     }
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == [f"[{number}/18]" for number in range(1, 19)]
+    assert [line.split()[0] for line in lines] == [f"[{number}/19]" for number in range(1, 20)]
     monkeypatch.setenv("JAX_TWOSHOT_CUBIN_PATH", str(out))
     assert find(VARIANT) in done
-    assert len(compiles) == 18
+    assert len(compiles) == 19
 
 
 def test_compile_all_for_an_unknown_target(compiles, tmp_path):

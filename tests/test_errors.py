@@ -137,6 +137,20 @@ class TestWorkspace:
             jax_twoshot.Workspace(cpu_mesh(8), "tp", rows=8, width=64, dtype=dtype)
         Says("Workspace", "dtype", np.dtype(dtype).name, "bfloat16").check(error)
 
+    @pytest.mark.parametrize("timeout", ["soon", -1, float("nan"), [1]], ids=str)
+    def test_timeout(self, timeout: Any) -> None:
+        with pytest.raises(ValueError) as error:
+            jax_twoshot.Workspace(cpu_mesh(8), "tp", rows=8, width=64, timeout=timeout)
+        Says("Workspace: timeout", "seconds", "0 to wait for ever", repr(timeout)).check(error)
+
+    def test_reset_of_a_closed_one(self) -> None:
+        workspace = jax_twoshot.Workspace(cpu_mesh(8), "tp", rows=8, width=64, timeout=5)
+        workspace.reset()
+        workspace.close()
+        with pytest.raises(ValueError) as error:
+            workspace.reset()
+        Says("Workspace.reset", "closed", "make a new one").check(error)
+
     def test_mesh_that_is_none(self) -> None:
         devices: Any = jax.devices("cpu")
         with pytest.raises(TypeError) as error:

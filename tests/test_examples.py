@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 import zipfile
+from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -22,7 +23,8 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jax_twoshot import reference
+import jax_twoshot
+from jax_twoshot import _launch, reference
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 CLOSED_INDEX = {
@@ -51,10 +53,12 @@ def load_decoder() -> ModuleType:
 decode = load_decoder()
 
 
-def run_example(name: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def run_example(
+    name: str, *arguments: str, launcher: tuple[str, ...] = (), **environment: str
+) -> subprocess.CompletedProcess[str]:
     inherited = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     return subprocess.run(
-        [sys.executable, str(EXAMPLES / name), *arguments],
+        [sys.executable, *launcher, str(EXAMPLES / name), *arguments],
         env={**inherited, **environment},
         capture_output=True,
         encoding="utf-8",
@@ -126,9 +130,33 @@ def test_decoding_answers_alike_with_both_reductions(weights):
     assert alike and alike[1] == alike[2] and 8 < int(alike[2]) <= 24
 
 
-def test_one_rank_gives_the_same_answer(weights):
+REPLACING_PSUM = """
+import runpy, sys, jax_twoshot
+sys.argv = sys.argv[1:]
+with jax_twoshot.replacing_psum() as report:
+    try:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    finally:
+        print(report)
+"""
+
+
+def test_psum_form_runs_on_all_reduce_unchanged(weights):
+    """Both steps, prefill and decode, two sums a layer, the embedding and the token each; the answer of the others."""
     done = run_example(
-        *("smollm2_decode.py", "--tp", "1", "--reduce", "twoshot", "--tokens", "12", "--prompt", CAPITAL),
+        *("smollm2_decode.py", "--reduce", "psum", "--tokens", "12", "--prompt", CAPITAL),
+        launcher=("-c", REPLACING_PSUM),
+        SMOLLM2_CACHE_DIR=str(weights.parent),
+    )
+    assert done.returncode == 0, done.stderr
+    assert f"> {CAPITAL}\nThe capital of France is Paris.\n\nlax.psum " in done.stdout
+    assert f"\npsum: {2 * (2 * decode.LAYERS + 2)} served by all_reduce, 0 passed on\n" in done.stdout
+
+
+@pytest.mark.parametrize("options", [["--tp", "1"], ["--fused"]], ids=["one rank", "fused"])
+def test_gives_the_same_answer(options, weights):
+    done = run_example(
+        *("smollm2_decode.py", *options, "--reduce", "twoshot", "--tokens", "12", "--prompt", CAPITAL),
         SMOLLM2_CACHE_DIR=str(weights.parent),
     )
     assert done.returncode == 0, done.stderr
@@ -200,13 +228,18 @@ def test_unusable_folder_ends_with_code_3(tmp_path, monkeypatch, capsys):
         (["--prompt", " "], "argument --prompt: must not be empty"),
         (["--reduce", "sum"], "argument --reduce: invalid choice: 'sum'"),
         (["--processes", "3"], "argument --coordinator: HOST:PORT needs --processes and --process-id"),
+        (["--launch", "gpu-each", "--coordinator", "auto"], "argument --launch: starts the processes itself"),
+        (["--fused", "--reduce", "psum"], "argument --fused: all_reduce_rms_norm replaces"),
+        (["--launch", "one-gpu"], "argument --reduce: with --launch one-gpu it must be twoshot"),
+        (["--launch", "gpu-each"], "argument --launch: gpu-each needs 3 NVIDIA GPU(s), this machine has 0"),
         (
             ["--coordinator", "localhost:1", "--processes", "3", "--process-id", "3"],
             "argument --process-id: must be below --processes, got 3",
         ),
     ],
 )
-def test_bad_options(arguments, message, capsys):
+def test_bad_options(arguments, message, capsys, monkeypatch):
+    monkeypatch.setattr(_launch, "gpu_count", lambda: 0)
     with pytest.raises(SystemExit) as ended:
         decode.main(arguments)
     assert ended.value.code == 2
@@ -265,13 +298,15 @@ def test_rope_turns_neighbours():
     np.testing.assert_array_equal(found[0], x[0])
 
 
+@pytest.mark.parametrize("reduce", [jax_twoshot.all_reduce, jax.lax.psum], ids=["all_reduce", "psum"])
 @pytest.mark.parametrize("winners", [[0], [16384], [49151], [5, 20000, 40000], [16383, 16384]])
-def test_argmax_over_the_sharded_vocabulary(winners):
+def test_argmax_over_the_sharded_vocabulary(winners, reduce):
     mesh = jax.make_mesh((3,), ("tp",), devices=jax.devices()[:3])
     logits = np.linspace(-2, -1, decode.VOCABULARY, dtype=np.float32)[None]
     logits[0, winners] = 1.5
     placed = jax.device_put(logits, NamedSharding(mesh, P(None, "tp")))
-    token = jax.jit(jax.shard_map(decode.argmax, mesh=mesh, in_specs=P(None, "tp"), out_specs=P()))(placed)
+    argmax = partial(decode.argmax, lambda x: reduce(x, "tp"))
+    token = jax.jit(jax.shard_map(argmax, mesh=mesh, in_specs=P(None, "tp"), out_specs=P()))(placed)
     assert int(token) == winners[0]
 
 

@@ -11,9 +11,12 @@ This file is both the tests and the worker of the several-process ones.
 from __future__ import annotations
 
 import ctypes
+import gc
 import importlib.util
 import itertools
+import logging
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -22,6 +25,7 @@ import types
 import weakref
 from collections import Counter
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -447,6 +451,34 @@ def test_what_else_to_prepare_is_a_step_before_arming(driver):
     check_nothing_live(fake)
 
 
+def test_rearming_waits_for_the_gpus_before_it_fills(driver):
+    fake = driver()
+    buffers = symmetric.allocate([[gpu(0), gpu(1)]], SIZE, WORD)
+    for reset in range(2):
+        for buffer in buffers:
+            fake.words(buffer.address)[:] = 7
+        fake.calls.clear()
+        symmetric.rearm(buffers, WORD, lambda: fake.calls.append("clear"))
+        work = [call for call in fake.calls if call in ("cuCtxSynchronize", "cuMemsetD32", "clear")]
+        assert work == ["cuCtxSynchronize"] * 2 + ["cuMemsetD32", "cuCtxSynchronize"] * 2 + ["clear"], reset
+        assert all((fake.words(b.address)[:256] == WORD).all() for b in buffers)
+    buffers[0].close()
+    check_nothing_live(fake)
+
+
+def test_rearming_that_fails_says_which_step(driver):
+    buffers = symmetric.allocate([[gpu(0), gpu(1)]], SIZE, WORD, owner="workspace 5") if driver() else []
+    with pytest.raises(
+        symmetric.SymmetricMemoryError, match="workspace 5: step 'reset 1, arm' failed on process 0: OSError: planned"
+    ):
+        symmetric.rearm(buffers, WORD, _planned)
+    symmetric.rearm(buffers, WORD, lambda: None)
+
+
+def _planned() -> None:
+    raise OSError("planned")
+
+
 def test_gpus_that_cannot_reach_each_other_are_named(driver, monkeypatch):
     fake = driver()
     monkeypatch.setattr(fake, "cuDeviceCanAccessPeer", lambda a, b: int({a, b} != {101, 103}), raising=False)
@@ -531,6 +563,10 @@ class FakeGpu:
         if self.fails("store"):
             raise RuntimeError("no store")
 
+    def settle(self, ordinal: int) -> None:
+        if self.fails("settle"):
+            raise RuntimeError("still busy")
+
     def load(self, ordinal: int, address: int, words: int) -> list[int]:
         return [0 if self.fails("load") else symmetric._probe_word(rank) for rank in range(words)]
 
@@ -588,6 +624,7 @@ class FakeTorch:
         self.environments.append(
             tuple(os.environ.get(n) for n in (symmetric._DISABLE_MULTICAST, symmetric._ALLOW_OVERLAPPING))
         )
+        assert "Umask:\t0077\n" in Path("/proc/self/status").read_text()
         if self.gpu.fails("rendezvous"):
             raise RuntimeError("CUDA driver error: invalid argument")
         group.store.set(f"{count}/{group.rank}", str(tensor.data_ptr()).encode())
@@ -639,9 +676,30 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     "rendezvous fails on one": {"rendezvous": 2, "switch": -1},
     "fill fails on one": {"fill": 3},
     "two hosts": {"host": 1},
-    "one is absent": {"absent": 2, "timeout": "2"},
+    "one is absent": {"absent": 2, "timeout": 2.0},
+    "reset": {"reset": True},
+    "reset fails on one": {"reset": True, "settle": 1},
+    "one does not reset": {"reset": True, "stays": 3, "timeout": 0.5},
     "afterwards": {},
 }
+
+
+class Warnings(logging.Handler):
+    """What the library has logged since it was last asked."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+    def take(self) -> list[str]:
+        texts, self.texts = self.texts, []
+        return texts
+
+
+warnings = Warnings()
 
 
 def outcome(process: int, faults: dict[str, Any]) -> dict[str, Any]:
@@ -651,13 +709,13 @@ def outcome(process: int, faults: dict[str, Any]) -> dict[str, Any]:
     torch.install()
     symmetric._Driver = lambda: gpu_  # type: ignore[assignment, misc]
     socket.gethostname = lambda: "another" if gpu_.fails("host") else "here"
-    os.environ["JAX_TWOSHOT_TIMEOUT"] = faults.get("timeout", "60")
+    os.environ["JAX_TWOSHOT_TIMEOUT"] = "60"
     os.environ["JAX_TWOSHOT_MULTICAST"] = "0" if gpu_.fails("switch") else "1"
     os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "0"
     groups = [[gpu(ordinals[p], p) for p in group] for group in GROUPS]
     start = time.monotonic()
     try:
-        (buffer,) = symmetric.allocate(groups, SIZE, WORD)
+        (buffer,) = symmetric.allocate(groups, SIZE, WORD, owner="workspace 7", timeout=faults.get("timeout"))
     except (ValueError, symmetric.SymmetricMemoryError) as error:
         result = {"error": type(error).__name__, "text": str(error), "seconds": time.monotonic() - start}
     else:
@@ -665,12 +723,21 @@ def outcome(process: int, faults: dict[str, Any]) -> dict[str, Any]:
         result = {name: getattr(buffer, name) for name in names} | {"reason": buffer.multicast_reason}
         result["armed"] = bool((words_at(buffer.address, buffer.bytes) == WORD).all())
         result["held"] = dict(torch.alive)
+        if faults.get("reset"):
+            result["reset"] = reset(buffer, faults.get("stays") == process)
         buffer.close()
         buffer.close()
     left = {
         name: os.environ.get(name) for name in (symmetric._DISABLE_MULTICAST, symmetric._ALLOW_OVERLAPPING)
     }
+    gc.collect()
     return result | {
+        "warnings": warnings.take(),
+        "resources": {
+            "files": len(os.listdir("/proc/self/fd")),
+            "threads": len(os.listdir("/proc/self/task")),
+            "shared memory": Path("/proc/self/maps").read_text().count("/dev/shm"),
+        },
         "alive": sum(torch.alive.values()),
         "groups": len(torch.groups),
         "environments": torch.environments,
@@ -678,15 +745,30 @@ def outcome(process: int, faults: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def reset(buffer: symmetric.SymmetricBuffer, stays: bool) -> dict[str, Any]:
+    """Arms a used buffer again, or waits until the others have given up on this process."""
+    words = words_at(buffer.address, buffer.bytes)
+    words[:] = 7
+    if stays:
+        time.sleep(2.5)
+        return {}
+    try:
+        symmetric.rearm([buffer], WORD, lambda: None)
+        return {"armed": bool((words == WORD).all())}
+    except symmetric.SymmetricMemoryError as error:
+        return {"text": str(error), "armed": bool((words == WORD).any())}
+
+
 def worker() -> None:
     jax.config.update("jax_platforms", "cpu")
     process = _launch.initialize()
     jax.devices()
+    symmetric.logger.addHandler(warnings)
     results = {}
     for name, faults in SCENARIOS.items():
         if faults.get("absent") == process:
-            next(symmetric._calls)
-            time.sleep(5)
+            symmetric._next_call((0, 1, 2, 3))
+            time.sleep(3)
             results[name] = {}
         else:
             results[name] = outcome(process, faults)
@@ -796,24 +878,24 @@ def test_processes_that_each_see_one_gpu_work_with_peer_stores(results):
         (
             "no GPU on one",
             "SymmetricMemoryError",
-            "symmetric memory: step 'describe' failed on process 1: RuntimeError: no such GPU",
+            "workspace 7: step 'describe' failed on process 1: RuntimeError: no such GPU",
         ),
         (
             "another backend on one",
             "SymmetricMemoryError",
-            "symmetric memory: step 'describe' failed on process 3: RuntimeError: torch's symmetric memory "
+            "workspace 7: step 'describe' failed on process 3: RuntimeError: torch's symmetric memory "
             "uses NVSHMEM, it must use CUDA: unset TORCH_SYMMMEM",
         ),
         (
             "rendezvous fails on one",
             "SymmetricMemoryError",
-            "symmetric memory: step 'map' failed on process 2: RuntimeError: CUDA driver error: invalid "
+            "workspace 7: step 'map' failed on process 2: RuntimeError: CUDA driver error: invalid "
             "argument",
         ),
         (
             "fill fails on one",
             "SymmetricMemoryError",
-            "symmetric memory: step 'arm' failed on process 3: RuntimeError: no fill",
+            "workspace 7: step 'arm' failed on process 3: RuntimeError: no fill",
         ),
         (
             "two hosts",
@@ -833,14 +915,47 @@ def test_a_failed_peer_ends_a_rendezvous_long_before_the_deadline(results):
 
 
 def test_a_process_that_never_comes_is_named_at_the_deadline(results):
-    present = [r for process, r in enumerate(results["one is absent"]) if process != 2]
-    for r in present:
+    for process in (0, 1, 3):
+        r = results["one is absent"][process]
         assert r["error"] == "SymmetricMemoryError"
         assert r["text"] == (
-            "symmetric memory: process 2 did not finish step 'describe' (waited 2 s, JAX_TWOSHOT_TIMEOUT); "
-            "every process of the mesh must create the same workspaces in the same order"
+            f"workspace 7: process {process} waits for process 2 in step 'describe': the deadline "
+            "Workspace(timeout=...) of 2 s has passed; every process of the mesh must make and reset the same "
+            "workspaces in the same order: look for one that failed, or is still busy"
         )
-    check_clean(present)
+        (warning,) = r["warnings"]
+        assert re.fullmatch(
+            f"workspace 7: process {process} waits for process 2 in step 'describe', for 0.[2-9].* s so far", warning
+        )
+        check_clean([r])
+
+
+def test_a_reset_arms_again_on_every_process(results):
+    check_success(results["reset"])
+    assert [r["reset"] for r in results["reset"]] == [{"armed": True}] * 4
+
+
+def test_a_reset_that_fails_on_one_process_arms_nothing_and_fails_on_all(results):
+    text = "workspace 7: step 'reset 1, settle' failed on process 1: RuntimeError: still busy"
+    assert [r["reset"] for r in results["reset fails on one"]] == [{"text": text, "armed": False}] * 4
+    check_clean(results["reset fails on one"])
+
+
+def test_a_process_that_does_not_reset_is_named_at_three_deadlines(results):
+    for process, result in enumerate(results["one does not reset"][:3]):
+        text, armed = result["reset"].values()
+        assert not armed
+        assert text.startswith(
+            f"workspace 7: process {process} waits for process 3 in step 'reset 1, settle': 3 times the deadline "
+            "Workspace(timeout=...) of 0.5 s has passed; "
+        )
+    check_clean(results["one does not reset"])
+
+
+def test_no_set_up_leaves_a_file_a_thread_or_shared_memory_behind(results):
+    """Most of the scenarios between these two fail."""
+    for process in range(4):
+        assert results["afterwards"][process]["resources"] == results["multicast"][process]["resources"]
 
 
 # ---- torch itself ------------------------------------------------------------------------------------------
@@ -856,8 +971,8 @@ def torch_worker() -> None:
     rank = _launch.initialize()
     jax.devices()
     os.environ["JAX_TWOSHOT_TIMEOUT"] = "60"
-    store = symmetric._KeyValueStore(symmetric._jax_client(), 0)
-    peers = symmetric._Peers((0, 1), rank, store)
+    store = symmetric._KeyValueStore(symmetric._jax_client(), "test", symmetric._Deadline.of(None))
+    peers = symmetric._Peers("symmetric memory", (0, 1), rank, store)
     c10d = symmetric._c10d()
     result: dict[str, Any] = {}
 

@@ -1,7 +1,8 @@
 """``bench``: time of a call, ours and its peers', in one run that checks their sums first.
 
-Every peer runs the same program, `calls` times ``x = scale * all_reduce(x)`` in a scan, so the time of a call
-includes the multiply and the loop. Peers take turns, run by run: what disturbs the machine disturbs all.
+Every peer runs the same program, `calls` times ``x = scale * all_reduce(x)``, in a scan on CPU and one by one on GPUs:
+the time of a call includes the multiply, and the loop. Peers take turns, run by run: what disturbs the machine disturbs
+all.
 
 Columns as in NCCL's tests: ``algbw`` is bytes over time, ``busbw`` that times ``2 (n - 1) / n``, what an
 all-reduce has to move through every rank.
@@ -116,10 +117,10 @@ PEERS = (Peer("jax_twoshot", _make_twoshot, bitwise=True), Peer("psum", _make_ps
 """The first one is ours; the others' times are given as multiples of its."""
 
 
-def compile_program(
-    program: Program, all_reduce: Callable[[jax.Array], jax.Array], unroll: bool = False
-) -> Run:
-    """The program with this all-reduce: a loop, or its calls one by one."""
+def compile_program(program: Program, all_reduce: Callable[[jax.Array], jax.Array]) -> Run:
+    """The program with this all-reduce: a loop, but on GPUs, where an iteration costs more than a call, its calls one
+    by one."""
+    unroll = program.mesh.devices.flat[0].platform == "gpu"
 
     def step(x: jax.Array, _: None) -> tuple[jax.Array, None]:
         return all_reduce(x) * jnp.asarray(program.scale, x.dtype), None
@@ -258,6 +259,9 @@ def _near(got: np.ndarray, want: np.ndarray, program: Program) -> np.ndarray:
 
 
 def run(args: argparse.Namespace) -> int:
+    for option in ("tune", "decode"):
+        if getattr(args, option):
+            raise UsageError(f"argument --{option}: it is about --ranks, which is missing, such as --ranks 2,4,8")
     if args.plot:
         require_matplotlib()
     if len(args.width) > 1:
@@ -331,7 +335,7 @@ def _text(
     return "\n".join(
         (
             *(f"# {line}" for line in title.splitlines()),
-            f"# time: median of {args.repeats} runs of {args.calls} calls in a scan, with a multiply a call; "
+            f"# time: median of {args.repeats} runs of {args.calls} calls, with a multiply a call; "
             "spread: between the quartiles",
             terminal.table(header, [_row(m, measurements) for m in measurements]),
             *(f"# {name} is not in the table: {reason}" for name, reason in reasons.items()),

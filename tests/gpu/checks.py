@@ -5,10 +5,12 @@ All processes call the same checks in the same order, and draw the same random n
 
 from __future__ import annotations
 
+import functools
 import gc
 import hashlib
 import logging
 import os
+import sys
 import tempfile
 import time
 import weakref
@@ -22,11 +24,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 from worker import Job
 
 import jax_twoshot
-from jax_twoshot import _ffi, protocol, reference
+from jax_twoshot import _ffi, protocol, reference, symmetric
 from jax_twoshot.cli import selftest
 
 BF16 = np.dtype(jnp.bfloat16)
@@ -47,7 +50,13 @@ CUTE_SHAPES = ((1, 7168), (16, 2880), (3, 576), (8, 7168))
 KERNELS = Path(__file__).with_name("kernels.py")
 SOAK_CALLS = 64
 """Calls of a soak's program."""
+SOAK_CHAINS = 6
+SOAK_CHAIN_SHAPES = ((1, 2880), (2, 7168), (1, 577))
 WORKSPACES = 200
+FUSED_SHAPES = ((1, 7168), (6, 7168), (3, 576), (64, 7168), (2, 4096), (12, 2880), (31, 4096), (1, 16384), (70, 7168))
+"""The last is larger than the workspace."""
+LAYERS = 24
+EPS = 1e-5
 
 
 # ---- Counting ----------------------------------------------------------------------------------------------
@@ -278,8 +287,13 @@ def capture(job: Job) -> dict[str, Any]:
             result = jax.block_until_ready(program(placed))
             tally.add(f"run {run}", result, want)
             del result
-        counted = tally.result()
-    return counted | {"launches": runs * CAPTURED_CALLS, "handler_calls": _ffi.cuda_handler_calls() - before}
+        counted, stats = tally.result(), workspace.stats()
+    return counted | {
+        "launches": runs * CAPTURED_CALLS,
+        "handler_calls": _ffi.cuda_handler_calls() - before,
+        "rounds": stats.rounds,
+        "counted": [stats.calls, sum(stats.algorithms.values()), stats.bytes],
+    }
 
 
 def profile(job: Job) -> dict[str, Any]:
@@ -306,6 +320,74 @@ def profile(job: Job) -> dict[str, Any]:
     ours = {name: count for name, count in names.items() if "AllReduce" in name or "all_reduce" in name}
     graphs = {name: count for name, count in names.items() if "GraphLaunch" in name or "LaunchKernel" in name}
     return {"handler_calls": _ffi.cuda_handler_calls() - before, "kernels": ours, "host": graphs}
+
+
+# ---- Fused layers ------------------------------------------------------------------------------------------
+
+
+def rms_norm(job: Job) -> dict[str, Any]:
+    """``all_reduce_rms_norm``: sizes that walk, and layers that follow each other, unrolled and in ``lax.scan``."""
+    random, tally = np.random.default_rng(12), Tally()
+    with jax_twoshot.Workspace(job.mesh, "tp", rows=64, width=7168) as workspace:
+
+        def call(x: jax.Array, residual: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
+            return jax_twoshot.all_reduce_rms_norm(x, residual, weight, "tp", eps=EPS, workspace=workspace)
+
+        program = job.program(call)
+        for run in range(job.runs(270)):
+            shape = FUSED_SHAPES[run % len(FUSED_SHAPES)]
+            x, residual, weight = values(random, job.tp, *shape), values(random, *shape), values(random, shape[-1])
+            if run % 3 == 0:
+                job.hold_up_one(random)
+            got = program(job.place(x), _everywhere(job, residual), _everywhere(job, weight))
+            for what, result, want in zip(
+                ("normalised", "residual"), got, reference.all_reduce_rms_norm(x, residual, weight, EPS), strict=True
+            ):
+                tally.add(f"run {run} of {shape}, {what}", result, want)
+        _run_layers(job, call, random, tally)
+    return tally.result()
+
+
+def _everywhere(job: Job, array: np.ndarray) -> jax.Array:
+    """The same on each rank."""
+    return job.place(np.broadcast_to(array, (job.tp, *array.shape)))
+
+
+def _run_layers(job: Job, call: Callable, random: np.random.Generator, tally: Tally) -> None:
+    def layer(carry: tuple[jax.Array, ...], weight: jax.Array) -> Any:
+        y, residual = call(*carry, weight)
+        return (feed(y, carry[0]), residual), (y, residual)
+
+    def unrolled(x: jax.Array, residual: jax.Array, weight: jax.Array) -> Any:
+        carry, results = (x, residual), []
+        for _ in range(LAYERS):
+            carry, result = layer(carry, weight)
+            results.append(result)
+        return tuple(jnp.stack(each) for each in zip(*results, strict=True))
+
+    def scanned(x: jax.Array, residual: jax.Array, weight: jax.Array) -> Any:
+        return lax.scan(lambda carry, _: layer(carry, weight), (x, residual), length=LAYERS)[1]
+
+    programs = {"unrolled": job.program(unrolled), "scan": job.program(scanned)}
+    for run in range(job.runs(30)):
+        x, residual, weight = values(random, job.tp, *SHAPE), values(random, *SHAPE), values(random, SHAPE[-1])
+        want = _layers(x, residual, weight)
+        operands = job.place(x), _everywhere(job, residual), _everywhere(job, weight)
+        for name, program in programs.items():
+            if run % 2:
+                job.hold_up_one(random)
+            for what, result, each in zip(("normalised", "residual"), program(*operands), want, strict=True):
+                tally.add(f"{name}, run {run}, {what}", result, each)
+
+
+def _layers(x: np.ndarray, residual: np.ndarray, weight: np.ndarray) -> list[np.ndarray]:
+    scale = np.where(np.arange(len(x)) % 2 == 0, 0.5, -0.25).astype(x.dtype).reshape(-1, 1, 1)
+    results = []
+    for _ in range(LAYERS):
+        results.append(reference.all_reduce_rms_norm(x, residual, weight, EPS))
+        y, residual = results[-1]
+        x = y * scale + x
+    return [np.stack(each) for each in zip(*results, strict=True)]
 
 
 # ---- Soak --------------------------------------------------------------------------------------------------
@@ -372,6 +454,70 @@ def _soak_program(
         return run + 1, wrong
 
     return rank
+
+
+def long_soak(job: Job) -> dict[str, Any]:
+    """Very many calls with nothing between them, and what memory they leave: chains of sums of sums, which multiply by
+    the number of ranks, a power of two, and so stay exact in BF16. A wrong element of any call is one of the last."""
+    import torch
+
+    tp, chain_calls = job.tp, 112 // (job.tp.bit_length() - 1)
+    assert tp in (2, 4, 8)
+    random, runs = np.random.default_rng(20), -(-job.calls // (chain_calls * SOAK_CHAINS))
+    before_calls = _ffi.cuda_handler_calls()
+
+    def rank(run: jax.Array, wrong: jax.Array) -> tuple[jax.Array, jax.Array]:
+        for index in range(SOAK_CHAINS):
+            shape = SOAK_CHAIN_SHAPES[index % len(SOAK_CHAIN_SHAPES)]
+            number = run * SOAK_CHAINS + index
+            want = sum(_integers(shape, number, other, tp) for other in range(tp)) + tp * wrong
+            mine = _integers(shape, number, lax.axis_index("tp"), tp) + wrong
+            total = mine.astype(jnp.bfloat16) * jnp.asarray(2.0**-100, jnp.bfloat16)
+            for _ in range(chain_calls):
+                total = jax_twoshot.all_reduce(total, "tp", workspace=workspace)
+            factor = float(tp) ** (chain_calls - 1) * 2.0**-100
+            right = (want.astype(jnp.float32) * jnp.float32(factor)).astype(jnp.bfloat16)
+            words = (lax.bitcast_convert_type(x, jnp.uint16) for x in (total, right))
+            wrong += jnp.sum(jnp.not_equal(*words), dtype=jnp.int32)
+        return run + 1, wrong
+
+    def memory() -> dict[str, int]:
+        return {
+            "resident": int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE"),
+            "files": len(os.listdir("/proc/self/fd")),
+            "device": -torch.cuda.mem_get_info()[0],
+        }
+
+    with jax_twoshot.Workspace(job.mesh, "tp", rows=2, width=7168) as workspace:
+        program = job.program(rank, donate=(0, 1))
+        number, wrong = (job.place(np.zeros(tp, np.int32)) for _ in range(2))
+        for run in range(runs):
+            if run == min(200, runs // 2):
+                jax.block_until_ready(number)
+                job.barrier()
+                warm, start = memory(), time.monotonic()
+            if random.random() < 0.05:
+                job.hold_up_one(random)
+            number, wrong = program(number, wrong)
+            if run % 16 == 0:
+                jax.block_until_ready(number)
+        jax.block_until_ready(number)
+        seconds = time.monotonic() - start
+        job.barrier()
+        end = memory()
+        counted = [int(np.asarray(shard.data)[0]) for shard in wrong.addressable_shards]
+        done = {int(np.asarray(shard.data)[0]) for shard in number.addressable_shards}
+    assert done == {runs}, f"{done} runs instead of {runs}"
+    timed = (runs - min(200, runs // 2)) * chain_calls * SOAK_CHAINS
+    return {
+        "calls": runs * chain_calls * SOAK_CHAINS,
+        "compared": sum(r * w for r, w in SOAK_CHAIN_SHAPES) * SOAK_CHAINS // len(SOAK_CHAIN_SHAPES) * runs,
+        "wrong": sum(counted),
+        "first": None,
+        "handler_calls": _ffi.cuda_handler_calls() - before_calls,
+        "microseconds a call": round(1e6 * seconds / timed, 2),
+        "grown": {name: end[name] - warm[name] for name in warm},
+    }
 
 
 def _integers(shape: tuple[int, ...], number: jax.Array, rank: int | jax.Array, tp: int) -> jax.Array:
@@ -625,7 +771,7 @@ class _Warnings(logging.Handler):
 
 def slow(job: Job) -> dict[str, Any]:
     """One rank is late by a third of the deadline: the others log it, and all is right."""
-    random, tally, warnings = np.random.default_rng(11), Tally(), _Warnings()
+    random, tally, warnings, asked = np.random.default_rng(11), Tally(), _Warnings(), []
     logging.getLogger("jax_twoshot").addHandler(warnings)
     with small_workspace(job) as workspace:
         program = sum_program(job, workspace)
@@ -635,14 +781,21 @@ def slow(job: Job) -> dict[str, Any]:
             job.barrier()
             if call in (1, 3) and LATE in job.here:
                 time.sleep(_deadline() / 3)
-            result = jax.block_until_ready(program(placed))
-            tally.add(f"call {call}", result, reference.all_reduce(parts))
+            result = program(placed)
+            # While it waits for the late rank: asking waits for nothing.
+            asked.append([workspace.stats().rounds, bool(result.is_ready())])
+            tally.add(f"call {call}", jax.block_until_ready(result), reference.all_reduce(parts))
             job.barrier()
         time.sleep(1)  # the log is written by a thread that looks twice a second
         workspace.check()
-        counted = tally.result()
+        counted, stats = tally.result(), workspace.stats()
     logging.getLogger("jax_twoshot").removeHandler(warnings)
-    return counted | {"warnings": warnings.texts}
+    return counted | {
+        "warnings": warnings.texts,
+        "asked": asked,
+        "rounds": stats.rounds,
+        "slow waits": stats.slow_waits,
+    }
 
 
 def absent(job: Job) -> dict[str, Any]:
@@ -692,6 +845,238 @@ def killed(job: Job) -> dict[str, Any]:
     return _without_one(job, act, after)
 
 
+def reset(job: Job) -> dict[str, Any]:
+    """A rank stays away, or comes too late; all reset, and programs compiled before go on, replays too."""
+    random, tally, found = np.random.default_rng(13), Tally(), {}
+    with jax_twoshot.Workspace(job.mesh, "tp", rows=16, width=2880, timeout=3) as workspace:
+        one, many = sum_program(job, workspace), chain_program(job, workspace, 20)
+        given = values(random, job.tp, 16, 2880)
+        placed = job.place(given)
+
+        def run(what: str) -> None:
+            for number in range(5):
+                tally.add(f"{what} {number}, one call", one(placed), reference.all_reduce(given))
+                for index, (sums, want) in enumerate(zip(many(placed), chain(given, 20), strict=True)):
+                    tally.add(f"{what} {number}, call {index} of 20", sums, want)
+            tally.result()
+            job.barrier()
+
+        for case in ("stays away", "comes too late", "stays away, and one reset fails"):
+            run(f"before one {case}")
+            here = LATE in job.here
+            if here and case == "comes too late":
+                time.sleep(4.5)
+            if not here or case == "comes too late":
+                found[case] = {"numbers": _numbers(lambda: one(placed)), "next call": _numbers(lambda: one(placed))}
+            job.barrier()
+            if case == "stays away, and one reset fails":
+                found["reset"] = _refusal(lambda: _failing_reset(workspace, fails=0 in job.here), RuntimeError)
+                found["call after it"] = _numbers(lambda: one(placed))
+            start = time.monotonic()
+            workspace.reset()
+            found["seconds of a reset"] = round(time.monotonic() - start, 3)
+            workspace.check()
+        run("at the end")
+    return tally.result() | found
+
+
+def dropped_pushes(job: Job) -> dict[str, Any]:
+    """What rank ``LATE`` pushes to rank 0 goes elsewhere; two-shot and one-shot."""
+    open_workspace, found = _ffi.open_cuda_workspace, {}
+    job.barrier()
+    if LATE in job.here:
+        _ffi.open_cuda_workspace = functools.partial(_open_with_a_lost_peer, open_workspace)
+    try:
+        workspace = jax_twoshot.Workspace(job.mesh, "tp", rows=16, width=2880, timeout=3)
+    finally:
+        _ffi.open_cuda_workspace = open_workspace
+    with workspace:
+        given = values(np.random.default_rng(14), job.tp, 16, 2880)
+        placed, want = job.place(given), reference.all_reduce(given)
+        for algorithm in protocol.ALGORITHMS:
+            program = job.program(
+                lambda x, a=algorithm: jax_twoshot.all_reduce(x, "tp", workspace=workspace, algorithm=a)
+            )
+            start = time.monotonic()
+            (shard,) = program(placed).addressable_shards
+            got = np.asarray(shard.data)[0]
+            numbers = ~np.isnan(got.astype(np.float32))
+            found[algorithm] = {
+                "seconds": round(time.monotonic() - start, 2),
+                "numbers": int(np.count_nonzero(numbers)),
+                "wrong": int(np.count_nonzero(bits(got)[numbers] != bits(want)[numbers])),
+                "check": _refusal(workspace.check, RuntimeError),
+            }
+            job.barrier()
+            workspace.reset()
+    return found | {"wrong": sum(found[a]["wrong"] for a in protocol.ALGORITHMS)}
+
+
+def _open_with_a_lost_peer(open_workspace: Callable, *args: Any) -> Any:
+    """Opens a workspace for which rank 0's buffers are memory of nobody."""
+    import torch
+
+    *rest, ((device, rank, address, multicast, peers),) = args
+    _lost.append(torch.zeros(rest[2].bytes, dtype=torch.uint8, device=f"cuda:{device}"))
+    return open_workspace(*rest, [(device, rank, address, multicast, [_lost[-1].data_ptr(), *peers[1:]])])
+
+
+_lost: list[Any] = []
+
+
+def wrap(job: Job) -> dict[str, Any]:
+    """The count of calls goes through 2^32."""
+    random, tally = np.random.default_rng(15), Tally()
+    with small_workspace(job) as workspace:
+        program = sum_program(job, workspace)
+        given = values(random, job.tp, *SHAPE)
+        for run in range(3):  # an odd number of calls: generation 1 is next
+            tally.add(f"before, run {run}", program(job.place(given)), reference.all_reduce(given))
+        tally.result()
+        job.barrier()
+        control = workspace._cuda.native.control(0)  # type: ignore[union-attr]
+        driver = symmetric._Driver()
+        driver.fill(0, control + 12, 2**32 - 20, 1)
+        job.barrier()
+        for run in range(40):
+            parts = values(random, job.tp, *SHAPE)
+            tally.add(f"run {run}", program(job.place(parts)), reference.all_reduce(parts))
+        counted = tally.result()
+        words = driver.load(0, control, 4)
+    return counted | {"epoch": words[0], "state": words[2], "calls after": words[3]}
+
+
+def starved(job: Job) -> dict[str, Any]:
+    """Each rank in turn has work that fills the GPU several times over before its call; the others wait for it."""
+    random, tally = np.random.default_rng(16), Tally()
+    with small_workspace(job) as workspace:
+
+        def rank(x: jax.Array, busy: jax.Array) -> jax.Array:
+            steps = jnp.where(busy, 400, 0)
+            work = lax.fori_loop(0, steps, lambda _, y: jnp.cos(y), jnp.ones((16, 1 << 20), jnp.float32) + busy)
+            # A dependence that the compiler cannot see through: 0 for every rank.
+            late = jnp.minimum(jnp.abs(work[0, 0]), 0.0).astype(x.dtype)
+            return jax_twoshot.all_reduce(x + late, "tp", workspace=workspace)
+
+        program = job.program(rank)
+        for run in range(4 * job.tp):
+            parts = values(random, job.tp, *SHAPE)
+            busy = job.place(np.arange(job.tp) == run % job.tp)
+            tally.add(f"run {run}", program(job.place(parts), busy), reference.all_reduce(parts))
+        workspace.check()
+        return tally.result()
+
+
+def disagree(job: Job) -> dict[str, Any]:
+    """Rank ``LATE`` makes two calls of different sizes in the other order."""
+    with jax_twoshot.Workspace(job.mesh, "tp", rows=16, width=2880, timeout=3) as workspace:
+        program = job.program(lambda x: jax_twoshot.all_reduce(x, "tp", workspace=workspace, algorithm="two_shot"))
+        operands = [job.place(values(np.random.default_rng(17), job.tp, rows, 2880)) for rows in (16, 1)]
+        for operand in operands:
+            jax.block_until_ready(program(operand))
+        job.barrier()
+        start = time.monotonic()
+        for operand in operands[:: -1 if LATE in job.here else 1]:
+            _numbers(lambda x=operand: program(x))
+        found = {"seconds": round(time.monotonic() - start, 2), "check": _refusal(workspace.check, RuntimeError)}
+        job.barrier()
+    return found
+
+
+def failed_setups(job: Job) -> dict[str, Any]:
+    """Every step of a set-up fails on rank ``LATE``; what is left behind, and whether the next one works."""
+    import torch
+
+    attempt, texts, tally = symmetric._Peers.attempt, [], Tally()
+
+    def counts() -> dict[str, int]:
+        gc.collect()
+        job.barrier()
+        return {
+            "files": len(os.listdir("/proc/self/fd")),
+            "threads": len(os.listdir("/proc/self/task")),
+            "shared memory": Path("/proc/self/maps").read_text().count("/dev/shm"),
+            "device memory": torch.cuda.mem_get_info()[0],
+        }
+
+    def try_once(failing: str | None) -> None:
+        def attempt_or_fail(peers: Any, step: str, action: Callable) -> Any:
+            fails = step == failing and LATE in job.here
+            return attempt(peers, step, (lambda: _raise("planned")) if fails else action)
+
+        symmetric._Peers.attempt = attempt_or_fail  # type: ignore[method-assign]
+        try:
+            text = _refusal(lambda: setup_once(tally), RuntimeError)
+        finally:
+            symmetric._Peers.attempt = attempt  # type: ignore[method-assign]
+        if failing:
+            texts.append(f"{failing}: {text}")
+
+    def setup_once(tally: Tally) -> None:
+        parts = values(np.random.default_rng(18), job.tp, *SHAPE)
+        with small_workspace(job) as workspace:
+            tally.add("after set-up", sum_program(job, workspace)(job.place(parts)), reference.all_reduce(parts))
+            tally.result()
+        jax.clear_caches()
+
+    steps = ("describe", "map", "prepare", "arm")
+    for failing in (None, *steps, None):  # what the first ones leave is the driver's and JAX's own
+        try_once(failing)
+    before = counts()
+    texts.clear()
+    for _ in range(3):
+        for failing in (*steps, None):
+            try_once(failing)
+    after = counts()
+    return tally.result() | {"texts": texts, "left": {name: after[name] - before[name] for name in before}}
+
+
+def fuzz(job: Job) -> dict[str, Any]:
+    """``--calls`` random programs of ``fuzz.py``, each run several times, one rank late now and then."""
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    import fuzz as programs
+
+    random = np.random.default_rng(19)
+    compared, calls, first, made, start = 0, 0, None, 0, time.monotonic()
+    for seed in range(job.calls):
+        program = programs.draw(seed, job.tp, meshes=[(job.tp,)])
+        parts = programs.inputs(program)
+        want = programs.expected(program, parts)
+        ((axes, capacity),) = program.capacity
+        mesh = Mesh(job.mesh.devices, program.names)
+        sharding = NamedSharding(mesh, P(*program.names))
+        with jax_twoshot.Workspace(mesh, tuple(axes), rows=1, width=capacity, dtype=program.dtype) as workspace:
+            compiled = programs.build(program, mesh, {axes: workspace})
+            placed = [jax.make_array_from_callback(x.shape, sharding, x.__getitem__) for x in parts]
+            for _ in range(4):
+                if random.random() < 0.5:
+                    job.hold_up_one(random)
+                elements, wrong = programs.differences(program, compiled(placed), want)
+                compared, first = compared + elements, first or wrong
+                calls += sum(call.repeat for call in program.calls)
+        made += 1
+        if seed % 20 == 19:
+            jax.clear_caches()
+    seconds = round(time.monotonic() - start, 1)
+    return {"calls": calls, "compared": compared, "wrong": int(first is not None), "first": first, "programs": made} | {
+        "fuzzed for": seconds
+    }
+
+
+def _failing_reset(workspace: jax_twoshot.Workspace, fails: bool) -> None:
+    settle = symmetric._Driver.settle
+    if fails:
+        symmetric._Driver.settle = lambda *_: _raise("planned")  # type: ignore[method-assign]
+    try:
+        workspace.reset()
+    finally:
+        symmetric._Driver.settle = settle  # type: ignore[method-assign]
+
+
+def _raise(text: str) -> None:
+    raise RuntimeError(text)
+
+
 def _without_one(job: Job, act: Callable[[], dict[str, Any]], after: Callable[[], None]) -> dict[str, Any]:
     """What the others see when rank ``LATE`` does ``act`` instead of the next call."""
     random = np.random.default_rng(12)
@@ -711,6 +1096,7 @@ def _without_one(job: Job, act: Callable[[], dict[str, Any]], after: Callable[[]
         "numbers in the result": _numbers(lambda: one(placed)),
         "waited": round(time.monotonic() - start, 2),
         "check": _refusal(workspace.check, RuntimeError),
+        "stats": workspace.stats().failure,
         "replay": _numbers(lambda: many(placed)[-1]),
         "next call": _numbers(lambda: one(placed)),
     }

@@ -1,4 +1,4 @@
-"""The CUDA backend on one GPU that several processes share; ``pytest -m gpu``.
+"""The CUDA backend on one GPU that several processes share, and on several GPUs where they are; ``pytest -m gpu``.
 
 Each launch costs seconds, so it runs many checks, and a test judges one of them. A rank that fails, hangs or
 says nothing fails every test of its launch, with its last lines.
@@ -6,8 +6,9 @@ says nothing fails every test of its launch, with its last lines.
 
 from __future__ import annotations
 
-import json
+import functools
 import os
+import re
 import subprocess
 import sys
 
@@ -19,6 +20,9 @@ from jax_twoshot import _launch
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("gpu")]
 
 TP = (2, 3, 4, 6, 8)
+GPUS = [n for n in (2, 4, 8) if n <= _launch.gpu_count()]
+PLACES = [("one-gpu", tp) for tp in TP] + [(place, n) for place in ("gpu-each", "one-process") for n in GPUS]
+"""Where the ranks are, and how many."""
 CALLS = {
     "setup": 1,
     "grid": 3 * (48 + 18),
@@ -27,6 +31,7 @@ CALLS = {
     "walk": 2000,
     "loops": 30 * 2,
     "kept": 300 * 5,
+    "rms_norm": 270 * 2 + 30 * 2 * 2,
     "soak": 20_032,
 }
 """Calls that each check must have compared."""
@@ -38,11 +43,12 @@ OTHERS = (0, 1, 3)
 # ---- Numbers -----------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module", params=TP, ids="tp{}".format)
+@pytest.fixture(scope="module", params=PLACES, ids=lambda param: "{}-tp{}".format(*param))
 def numbers(request, gpu):
-    """Each rank's results. XLA captures programs of one call too."""
+    """Each process's results. XLA captures programs of one call too."""
+    place, tp = request.param
     env = {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_graph_min_graph_size=1"}
-    return worker.launch(request.param, [*CALLS, "digest"], env=env, timeout=280)
+    return worker.launch(tp, [*CALLS, "digest"], place=place, env=env, timeout=280)
 
 
 @pytest.mark.parametrize("check", CALLS)
@@ -55,20 +61,14 @@ def test_no_bit_is_wrong(numbers, check, figure):
 
 
 def test_the_cpu_backend_has_the_same_bits(numbers):
-    (on_cpu,) = {*cpu_results(len(numbers), "digest")["digest"]["sha256"]}
-    assert [rank["digest"]["sha256"] for rank in numbers] == [[on_cpu]] * len(numbers)
+    on_gpu = [sha256 for process in numbers for sha256 in process["digest"]["sha256"]]
+    assert on_gpu == cpu_digest(len(on_gpu))
 
 
-def cpu_results(tp, *checks):
-    done = subprocess.run(
-        [sys.executable, worker.__file__, *checks, "--cpu", str(tp)],
-        env={**os.environ, "JAX_PLATFORMS": "cpu"},
-        stdout=subprocess.PIPE,
-        text=True,
-        timeout=120,
-        check=True,
-    )
-    return json.loads(done.stdout.splitlines()[-1])
+@functools.cache
+def cpu_digest(tp):
+    (results,) = worker.launch(tp, ["digest"], place="cpu", env={"JAX_PLATFORMS": "cpu"})
+    return results["digest"]["sha256"]
 
 
 # ---- Kernels of one's own ----------------------------------------------------------------------------------
@@ -125,6 +125,14 @@ def test_a_replayed_launch_does_not_call_the_handler(lifetime, figure):
         assert 0 < result["handler_calls"] < result["launches"] / 2
 
 
+def test_stats_count_replays_on_the_device(lifetime, figure):
+    figure([(r["capture"]["rounds"], r["capture"]["counted"]) for r in lifetime])
+    for result in (rank["capture"] for rank in lifetime):
+        assert result["rounds"] == result["launches"]
+        handled = result["handler_calls"]
+        assert result["counted"] == [handled, handled, handled * 3 * 2880 * 2]
+
+
 @pytest.mark.parametrize(
     ("mistake", "words"),
     [
@@ -177,6 +185,16 @@ def test_a_slow_rank_is_logged_and_nothing_else_happens(late, figure):
         assert sum(f"rank {rank} of 4 waits for rank 2 (" in text for text in warnings) >= 2, warnings
 
 
+def test_stats_wait_for_nothing_and_count_slow_waits(late, figure):
+    """Asked in a call that waits for the late rank: the round is not over, nor is the result there."""
+    figure([rank["slow"]["asked"] for rank in late])
+    for rank in OTHERS:
+        seen = late[rank]["slow"]
+        assert [seen["asked"][1], seen["asked"][3]] == [[1, False], [3, False]]
+        assert seen["rounds"] == 4 and seen["slow waits"] >= 2
+        assert "waits for rank 2" in late[rank]["absent"]["stats"]
+
+
 def test_a_rank_that_never_calls_is_named(late, figure):
     for rank in OTHERS:
         judge_what_the_others_saw(rank, late[rank]["absent"], figure)
@@ -199,6 +217,90 @@ def test_a_killed_rank_is_named(gpu, figure):
     assert [rank for rank in OTHERS if f"rank {rank}:" in str(caught.value)] == []
     for rank in OTHERS:
         judge_what_the_others_saw(rank, caught.value.summaries[rank]["killed"], figure)
+
+
+FAULTS = ("reset", "dropped_pushes", "wrap", "starved", "disagree", "failed_setups")
+
+
+@pytest.fixture(scope="module")
+def faults(gpu):
+    """Each rank's results: things are done wrong on purpose."""
+    return worker.launch(4, FAULTS, timeout=200)
+
+
+def test_a_reset_makes_a_failed_workspace_as_new(faults, figure):
+    figure(f"{[rank['reset']['seconds of a reset'] for rank in faults]} s")
+    for rank, result in enumerate(r["reset"] for r in faults):
+        assert (result["calls"], result["wrong"]) == (4 * 5 * 21, 0), result["first"]
+        for case in ("stays away", "comes too late", "stays away, and one reset fails"):
+            if rank in OTHERS:
+                assert result[case]["numbers"] == 0
+                assert f"rank {rank} of 4 waits for rank 2 (" in str(result[case]["next call"])
+                assert "the deadline Workspace(timeout=...) of 3 s has passed" in str(result[case]["next call"])
+        assert "step 'reset 3, settle' failed on process 0: RuntimeError: planned" in result["reset"]
+        assert "was not reset on every process" in str(result["call after it"])
+
+
+def test_a_push_that_is_lost_is_named(faults, figure):
+    for rank, result in enumerate(r["dropped_pushes"] for r in faults):
+        figure(f"rank {rank}: {result}")
+        assert result["wrong"] == 0
+        for algorithm in ("two_shot", "one_shot"):
+            # In one shot only rank 0 needs what is lost; in two the others need its sums.
+            fails = rank == 0 or algorithm == "two_shot"
+            assert (result[algorithm]["check"] is not None) == fails, result[algorithm]
+            assert (result[algorithm]["numbers"] < 16 * 2880) == fails
+    for algorithm in ("two_shot", "one_shot"):
+        assert "phase reduce" in (text := faults[0]["dropped_pushes"][algorithm]["check"])
+        assert "rank 0 of 4 waits for rank 2 (for 3 s;" in text
+
+
+def test_the_count_of_calls_may_wrap(faults):
+    for result in (r["wrap"] for r in faults):
+        assert (result["calls"], result["wrong"]) == (43, 0), result["first"]
+        # 43 calls of 2 generations; 20 of the 40 were after the wrap.
+        assert (result["epoch"], result["state"] & 2, result["calls after"]) == (1, 0, 20)
+
+
+def test_work_that_fills_the_gpu_is_waited_for(faults):
+    for result in (r["starved"] for r in faults):
+        assert (result["calls"], result["wrong"]) == (16, 0), result["first"]
+
+
+def test_calls_in_another_order_on_one_rank_are_found_out(faults, figure):
+    """Where sizes differ; nothing tells calls of equal sizes apart."""
+    figure([rank["disagree"] for rank in faults])
+    assert any(rank["disagree"]["check"] is not None for rank in faults)
+    for text in (rank["disagree"]["check"] for rank in faults):
+        assert text is None or "the deadline Workspace(timeout=...) of 3 s has passed" in text
+
+
+def test_a_failed_set_up_leaves_nothing_behind(faults, figure):
+    figure([rank["failed_setups"]["left"] for rank in faults])
+    texts = [
+        f"{step}: workspace N over axis 'tp': step '{step}' failed on process 2: RuntimeError: planned"
+        for step in ("describe", "map", "prepare", "arm")
+    ]
+    for result in (r["failed_setups"] for r in faults):
+        assert (result["calls"], result["wrong"]) == (5, 0), result["first"]
+        assert [re.sub(r"workspace \d+", "workspace N", text) for text in result["texts"]] == texts * 3
+        assert [result["left"][name] for name in ("files", "threads", "shared memory")] == [0, 0, 0]
+        assert result["left"]["device memory"] >= -(2 << 20)
+
+
+def test_random_programs(gpu, figure):
+    """``--calls`` is their number; more by hand: ``python tests/gpu/worker.py fuzz --calls 500 --timeout 300``."""
+    for result in (rank["fuzz"] for rank in worker.launch(4, ["fuzz"], calls=30)):
+        figure(result)
+        assert (result["programs"], result["wrong"]) == (30, 0), result["first"]
+
+
+def test_a_long_soak_leaves_no_memory_behind(gpu, figure):
+    """More by hand: ``python tests/gpu/worker.py long_soak --calls 10000000``."""
+    for result in (rank["long_soak"] for rank in worker.launch(4, ["long_soak"], calls=200_000)):
+        figure(result)
+        assert result["wrong"] == 0
+        assert result["grown"]["resident"] < 64 << 20 and result["grown"]["device"] < 64 << 20
 
 
 def judge_what_the_others_saw(rank, result, figure):

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-
 import checks
 import jax
 import jax.numpy as jnp
@@ -26,14 +22,7 @@ def job(monkeypatch):
 
 def test_every_check_of_numbers_is_right_on_cpu():
     names = ["setup", "grid", "digest", "replays", "chains", "walk", "loops", "kept", "soak", "closed"]
-    done = subprocess.run(
-        [sys.executable, worker.__file__, *names, "--cpu", "3", "--scale", "0.01", "--calls", "64"],
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert done.returncode == 0, done.stderr
-    results = json.loads(done.stdout.splitlines()[-1])
+    (results,) = worker.launch(3, names, place="cpu", scale=0.01, calls=64, timeout=280)
     assert list(results) == names
     assert len({*results.pop("digest")["sha256"]}) == 1
     for name, result in results.items():

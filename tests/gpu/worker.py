@@ -1,8 +1,10 @@
 """One rank of the tests of the CUDA backend, and the launcher of all of them.
 
-    python tests/gpu/worker.py grid walk --ranks 4              # four processes share GPU 0
-    python tests/gpu/worker.py soak --ranks 4 --calls 1000000   # the long one, by hand
-    python tests/gpu/worker.py grid walk --cpu 4                # the same on CPU devices of one process
+    python tests/gpu/worker.py grid walk --ranks 4                       # four processes share GPU 0
+    python tests/gpu/worker.py grid walk --ranks 2 --place gpu-each      # two processes, a GPU each
+    python tests/gpu/worker.py grid walk --ranks 2 --place one-process   # one process, two GPUs
+    python tests/gpu/worker.py grid walk --ranks 4 --place cpu           # one process, four CPU devices
+    python tests/gpu/worker.py soak --ranks 4 --calls 1000000            # the long one, by hand
 
 Every rank runs the same checks of ``checks.py``, compares the shards that it holds, and hands over what it
 counted. No program has an XLA collective: NCCL refuses two ranks on one GPU.
@@ -15,6 +17,7 @@ import faulthandler
 import itertools
 import json
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -29,6 +32,8 @@ from jax.sharding import PartitionSpec as P
 
 from jax_twoshot import _launch
 
+PLACES = ("one-gpu", "gpu-each", "one-process", "cpu")
+"""Where the ranks are: processes on GPU 0, processes on a GPU each, GPUs of one process, CPU devices of one process."""
 BUSY_STEPS = 10
 """Steps of the loop that keeps a device busy: some ten microseconds each on a GPU."""
 
@@ -45,8 +50,8 @@ class Job:
       lost: a rank has died, so that JAX cannot shut down.
     """
 
-    def __init__(self, scale: float, calls: int) -> None:
-        devices = jax.devices()
+    def __init__(self, scale: float, calls: int, ranks: int | None = None) -> None:
+        devices = jax.devices()[:ranks]
         self.mesh = Mesh(np.array(devices), ("tp",))
         self.tp = len(devices)
         self.here = [rank for rank, d in enumerate(devices) if d.process_index == jax.process_index()]
@@ -108,17 +113,17 @@ def _client() -> Any:
     return distributed.global_state.client
 
 
-def run(names: Sequence[str], scale: float, calls: int) -> tuple[Job, dict[str, Any]]:
+def run(args: argparse.Namespace) -> tuple[Job, dict[str, Any]]:
     """What each check counted here."""
     import checks
 
-    job, results = Job(scale, calls), {}
-    for name in names:
+    job, results = Job(args.scale, args.calls, args.ranks), {}
+    for name in args.checks:
         start = time.monotonic()
         results[name] = getattr(checks, name)(job)
         results[name]["seconds"] = round(time.monotonic() - start, 2)
         if job.here[0] == 0:
-            print(f"{name}: {results[name]}", flush=True)
+            print(f"{name}: {results[name]}", file=sys.stderr, flush=True)
     return job, results
 
 
@@ -128,7 +133,7 @@ def work(args: argparse.Namespace) -> None:
     import torch  # imported here, so that no check's deadline or time has it
 
     torch.cuda.init()
-    job, results = run(args.checks, args.scale, args.calls)
+    job, results = run(args)
     if job.lost:
         # JAX's own shutdown would wait for the lost rank, then abort this process. Nor may the coordinator,
         # which is rank 0, go before the others.
@@ -142,57 +147,65 @@ def launch(
     ranks: int,
     checks: Sequence[str],
     *,
+    place: str = "one-gpu",
     scale: float = 1.0,
     calls: int = 20_000,
     timeout: float = 120.0,
     env: Mapping[str, str] | None = None,
 ) -> list[dict[str, Any]]:
-    """Runs ``checks`` on ``ranks`` processes of GPU 0; each rank's results by check.
+    """Runs ``checks`` on ``ranks`` ranks at ``place``, one of `PLACES`; each process's results by check.
 
     Raises:
       _launch.LaunchError: a rank failed, said nothing, or was still running after ``timeout`` seconds.
+      subprocess.SubprocessError: the same of the one process that has all ranks.
     """
-    options = ["--scale", str(scale), "--calls", str(calls), "--timeout", str(timeout)]
-    return _launch.launch(
-        ranks,
-        [sys.executable, __file__, *checks, *options],
-        one_gpu=True,
-        timeout=timeout,
-        env={"JAX_TWOSHOT_TIMEOUT": "60"} | dict(env or {}),
+    options = ["--ranks", str(ranks), "--place", place, "--scale", str(scale), "--calls", str(calls)]
+    command = [sys.executable, __file__, *checks, *options, "--timeout", str(timeout)]
+    environment = {"JAX_TWOSHOT_TIMEOUT": "60"} | dict(env or {})
+    if place in ("one-gpu", "gpu-each"):
+        return _launch.launch(ranks, command, one_gpu=place == "one-gpu", timeout=timeout, env=environment)
+    # Lazily loaded, a kernel of one device can wait for those of the others, which wait for that device.
+    environment = {**os.environ, "CUDA_MODULE_LOADING": "EAGER", **environment}
+    done = subprocess.run(
+        command, env=environment, stdout=subprocess.PIPE, text=True, timeout=timeout + 10, check=True
     )
+    return [json.loads(done.stdout.splitlines()[-1])]
 
 
 def launch_and_judge(args: argparse.Namespace) -> int:
+    options = {name: getattr(args, name) for name in ("place", "scale", "calls", "timeout")}
     try:
-        ranks = launch(args.ranks, args.checks, scale=args.scale, calls=args.calls, timeout=args.timeout)
-    except _launch.LaunchError as error:
+        found = launch(args.ranks, args.checks, **options)
+    except (_launch.LaunchError, subprocess.SubprocessError) as error:
         print(error, file=sys.stderr)
         return 1
-    wrong = {name: sum(rank[name].get("wrong", 0) for rank in ranks) for name in args.checks}
-    print(f"{len(ranks)} ranks, wrong elements: {wrong}")
+    wrong = {name: sum(part[name].get("wrong", 0) for part in found) for name in args.checks}
+    print(f"{args.ranks} ranks ({args.place}), wrong elements: {wrong}")
     return 1 if any(wrong.values()) else 0
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checks", nargs="+", help="functions of checks.py")
-    parser.add_argument("--ranks", type=int, default=4, help="processes on GPU 0 (default: 4)")
-    parser.add_argument("--cpu", type=int, metavar="N", help="N CPU devices of this process instead")
+    parser.add_argument("--ranks", type=int, default=4, help="how many ranks (default: 4)")
+    parser.add_argument("--place", choices=PLACES, default=PLACES[0], help=f"where they are (default: {PLACES[0]})")
     parser.add_argument("--scale", type=float, default=1.0, help="part of each check's runs (default: 1)")
     parser.add_argument("--calls", type=int, default=20_000, help="of the soak (default: 20000)")
     parser.add_argument("--timeout", type=float, default=120, help="seconds for the whole run (default: 120)")
     args = parser.parse_args()
-    if not _launch.launched() and not args.cpu:
+    in_processes = args.place in ("one-gpu", "gpu-each")
+    if in_processes and not _launch.launched():
         return launch_and_judge(args)
     # A rank that hangs says where before the launcher kills it.
     faulthandler.dump_traceback_later(max(1.0, args.timeout - 5), exit=True)
-    if args.cpu:
-        jax.config.update("jax_platforms", "cpu")
-        jax.config.update("jax_num_cpu_devices", args.cpu)
-        _, results = run(args.checks, args.scale, args.calls)
-        print(json.dumps(results))
-    else:
+    if in_processes:
         work(args)
+        return 0
+    if args.place == "cpu":
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", args.ranks)
+    _, results = run(args)
+    print(json.dumps(results))
     return 0
 
 

@@ -142,7 +142,7 @@ class Driver {
   // In one go, or, in some rounds, broken off at each wait, as the custom call does when it changes threads.
   static void AllReduce(Mailbox& mailbox, int rank, const Arithmetic& type, const std::vector<unsigned char>& x,
                         std::vector<unsigned char>& out, int64_t round) {
-    Call call(mailbox, rank, type, x.data(), out.data(), x.size(), Policy(rank));
+    Call call(mailbox, rank, type, Message{x.data(), nullptr, out.data(), x.size()}, Policy(rank));
     Progress progress;
     do {
       progress = call.Advance(round % 4 == 1 ? 0 : kTimeoutSeconds * 2);

@@ -1,0 +1,268 @@
+"""``all_reduce_rms_norm`` as one launch: the sum over the ranks, the residual, and the norm of whole rows (R10).
+
+Whoever sums a chunk adds the residual. A row is collected by one CTA, a thread a chunk of each of the row's blocks,
+which then has the row in registers and norms it. How pushes and sums are shared out has nothing to do with rows.
+
+The order of the sum of squares (`protocol.norm_blocks`) is the one that costs least here: a thread adds up its chunks
+element by element, then its elements in pairs, then the lanes of a warp, then the warps.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr, cute, range_constexpr
+
+from jax_twoshot.kernels import launch, memory, oneshot, twoshot
+from jax_twoshot.kernels.launch import Arguments, Call
+from jax_twoshot.kernels.memory import Chunk
+from jax_twoshot.protocol import CHUNK_BYTES, NORM_THREADS, Format, ceil_div
+
+WARP = 32
+WARPS = NORM_THREADS // WARP
+
+
+class AllReduceRmsNorm:
+    """The kernel; a launch has blocks of `protocol.NORM_THREADS`. In the stand-in for one GPU ``x`` has an axis of
+    ranks in front.
+
+    Attributes:
+      one_shot: every rank sums every chunk, else its owner.
+      blocks: of a row, `protocol.norm_blocks`.
+    """
+
+    def __init__(self, *, algorithm: str, blocks: int) -> None:
+        self.one_shot = algorithm == "one_shot"
+        self.blocks = blocks
+
+    @cute.kernel
+    def kernel(
+        self,
+        x: Int64,
+        residual: Int64,
+        weight: Int64,
+        normalised: Int64,
+        new_residual: Int64,
+        rows: Int32,
+        row_chunks: Int32,
+        eps: Int32,
+        arguments: Arguments,
+    ) -> None:
+        """The whole of a launch: ``rows`` rows of ``row_chunks`` chunks; ``eps`` are the bits of an FP32 number."""
+        lane = cute.arch.thread_idx()[0]
+        cta, ctas = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
+        thread, threads = cta * NORM_THREADS + lane, ctas * NORM_THREADS
+        chunks = rows * row_chunks
+        part_bytes = Int64(chunks) * CHUNK_BYTES
+        partials = cute.make_tensor(cute.arch.alloc_smem(Float32, 2 * WARPS), cute.make_layout(2 * WARPS))
+
+        launch.wait_for_predecessor(arguments)
+        words = load(x, thread, thread < chunks)
+        call = launch.begin(arguments, chunks)
+        for chunk in range(thread, chunks, threads):
+            self.push(call, chunk, words, 0)
+            for part in range_constexpr(1, arguments.parts):
+                self.push(call, chunk, load(x + part * part_bytes, chunk, Boolean(True)), part)
+            words = load(x, chunk + threads, chunk + threads < chunks)
+        launch.settle(call)
+        if const_expr(not self.one_shot):
+            for index in range(thread, call.mine, threads):
+                self.reduce(call, index, residual)
+        before = launch.arrive(call)
+
+        part = Part.of(self.blocks, row_chunks, lane)
+        weights = part.load(weight, Int32(0))
+        for row in range(cta, rows, ctas):
+            start = row * row_chunks
+            words_of_row = self.take(call, part, start, residual)
+            part.store(new_residual, start, words_of_row)
+            # Two sets of partial sums, in turn: one barrier a row is then enough.
+            own = cute.make_tensor(partials.iterator + row // ctas % 2 * WARPS, cute.make_layout(WARPS))
+            total = sum_over_cta(square_sum(words_of_row, arguments.format), own, lane)
+            scale = inverse_root_of_mean(total, row_chunks * arguments.format.chunk, eps)
+            part.store(normalised, start, scaled(words_of_row, scale, weights, arguments.format))
+        launch.advance(call, before)
+
+    @cute.jit
+    def push(self, call: Call, chunk: Int32, words: Chunk, part: int) -> None:
+        if const_expr(self.one_shot):
+            if call.alive:
+                buffers = dataclasses.replace(call.buffers, rank=call.buffers.rank + part)
+                oneshot.push(buffers, oneshot.aim(buffers, chunk), words)
+        else:
+            launch.push(call, chunk, words, part)
+
+    @cute.jit
+    def reduce(self, call: Call, index: Int32, residual: Int64) -> None:
+        chunk = Int32(call.buffers.rank * call.buffers.owned) + index
+        addend = load(residual, chunk, Boolean(True))
+        if call.alive:
+            twoshot.reduce(call.buffers, index, call.watch, call.deferred, addend)
+
+    def take(self, call: Call, part: Part, start: Int32, residual: Int64) -> list[Chunk]:
+        """This thread's part of the row whose first chunk is ``start``; zeros outside of the row."""
+        at_once = max(1, twoshot.SLOTS_AT_ONCE // call.buffers.tp) if self.one_shot else self.blocks
+        words: list[Chunk] = []
+        for first in range(0, self.blocks, at_once):
+            batch = slice(first, first + at_once)
+            chunks = [start + place for place in part.places[batch]]
+            words += self.take_together(call, chunks, part.inside[batch], residual)
+        return words
+
+    @cute.jit
+    def take_together(
+        self, call: Call, chunks: list[Int32], inside: list[Boolean], residual: Int64
+    ) -> list[Chunk]:
+        """Waits for several chunks at once: one trip to L2 for all. If the first is outside, so are the others."""
+        words = [(Uint32(0),) * 4 for _ in chunks]
+        if inside[0]:
+            words = [twoshot.not_a_number(call.buffers.format) for _ in chunks]
+            if call.alive:
+                words = self.wait_for(call, chunks, inside, residual)
+            words = [kept_if(valid, w) for w, valid in zip(words, inside, strict=True)]
+        return words
+
+    @cute.jit
+    def wait_for(
+        self, call: Call, wanted: list[Int32], inside: list[Boolean], residual: Int64
+    ) -> list[Chunk]:
+        buffers = call.buffers
+        # What is outside of the row is the first chunk once more.
+        chunks = [
+            twoshot.select(valid, Int64(chunk), Int64(wanted[0])) for chunk, valid in zip(wanted, inside, strict=True)
+        ]
+        if const_expr(self.one_shot):
+            addends = [load(residual, Int32(chunk), Boolean(True)) for chunk in chunks]
+            places = [twoshot.slots_of(buffers, chunk) for chunk in chunks]
+            ranks = [Uint32(1 << rank) for rank in range(buffers.tp)] * len(chunks)
+        else:
+            places = [[buffers.base + buffers.gather_offset(buffers.generation, chunk)] for chunk in chunks]
+            ranks = [Uint32(1) << twoshot.owner_of(buffers, Int32(chunk))[0] for chunk in chunks]
+        every = [place for group in places for place in group]
+        phase = twoshot.REDUCE if self.one_shot else twoshot.COLLECT
+        parts, arrived = twoshot.wait(buffers, call.watch, every, ranks, phase, chunks[0])
+        words = [twoshot.not_a_number(buffers.format) for _ in chunks]
+        if arrived:
+            if const_expr(self.one_shot):
+                words = [
+                    rounded_sum([*parts[number * buffers.tp : (number + 1) * buffers.tp], addend], buffers.format)
+                    for number, addend in enumerate(addends)
+                ]
+            else:
+                words = parts
+            if const_expr(not call.deferred):
+                for place in every:
+                    twoshot.rearm(place, buffers.format)
+        return words
+
+
+@dataclass(frozen=True)
+class Part:
+    """Which chunks of a row a thread has: one of each block.
+
+    Attributes:
+      places: Int32 each, counted from the row's first chunk.
+      inside: Boolean each, whether the row has that chunk.
+    """
+
+    places: list[Int32]
+    inside: list[Boolean]
+
+    @classmethod
+    def of(cls, blocks: int, row_chunks: Int32, lane: Int32) -> Part:
+        block = ceil_div(row_chunks, blocks)
+        places = [number * block + lane for number in range(blocks)]
+        return cls(places, [(lane < block) & (place < row_chunks) for place in places])
+
+    def load(self, address: Int64, start: Int32) -> list[Chunk]:
+        return [load(address, start + p, inside) for p, inside in zip(self.places, self.inside, strict=True)]
+
+    def store(self, address: Int64, start: Int32, words: list[Chunk]) -> None:
+        for place, inside, chunk in zip(self.places, self.inside, words, strict=True):
+            store(address, start + place, inside, chunk)
+
+
+def rounded_sum(chunks: list[Chunk], format: Format) -> Chunk:
+    """In order, in FP32, rounded once (R3)."""
+    total = twoshot.narrow(twoshot.add_in_order([], chunks, format), format)
+    return twoshot.without_negative_zero(total, format)
+
+
+def kept_if(condition: Boolean, words: Chunk) -> Chunk:
+    """The chunk, or zeros."""
+    mask = Uint32(0) - Uint32(condition)
+    return tuple(word & mask for word in words)
+
+
+@cute.jit
+def load(address: Int64, chunk: Int32, inside: Boolean) -> Chunk:
+    """A chunk of an operand, zeros if it is not ``inside``."""
+    words = (Uint32(0),) * 4
+    if inside:
+        words = memory.load_chunk(address + Int64(chunk) * CHUNK_BYTES)
+    return words
+
+
+@cute.jit
+def store(address: Int64, chunk: Int32, inside: Boolean, words: Chunk) -> None:
+    if inside:
+        memory.store_chunk(address + Int64(chunk) * CHUNK_BYTES, words)
+
+
+# ---- RMSNorm, every operation rounded to nearest even: never contracted, never approximate ---------------------
+
+
+def square_sum(chunks: list[Chunk], format: Format) -> Float32:
+    """The sum of the squares of a thread's elements: chunks element by element, then elements in pairs."""
+    squares = [[multiply(a, a) for a in twoshot.widen(words, format)] for words in chunks]
+    totals = squares[0]
+    for others in squares[1:]:
+        totals = [add(a, b) for a, b in zip(totals, others, strict=True)]
+    return in_pairs(totals)
+
+
+def in_pairs(numbers: list[Float32]) -> Float32:
+    """The sum of a power of two of numbers, neighbours first."""
+    while len(numbers) > 1:
+        numbers = [add(a, b) for a, b in zip(numbers[0::2], numbers[1::2], strict=True)]
+    return numbers[0]
+
+
+@cute.jit
+def sum_over_cta(number: Float32, partials: cute.Tensor, lane: Int32) -> Float32:
+    """The sum of every thread's number, neighbours first; the same bits in each. Waits for the CTA."""
+    for distance in (1, 2, 4, 8, 16):
+        number = add(number, cute.arch.shuffle_sync_bfly(number, offset=distance))
+    if lane % WARP == 0:
+        partials[lane // WARP] = number
+    cute.arch.sync_threads()
+    return in_pairs([partials[warp] for warp in range(WARPS)])
+
+
+def inverse_root_of_mean(total: Float32, width: Int32, eps: Int32) -> Float32:
+    mean = _ptx("div.rn.f32 {$w0}, {$r0}, {$r1};", total, Float32(width))
+    root = _ptx("sqrt.rn.f32 {$w0}, {$r0};", add(mean, _ptx("mov.b32 {$w0}, {$r0};", eps)))
+    return _ptx("div.rn.f32 {$w0}, {$r0}, {$r1};", Float32(1.0), root)
+
+
+def scaled(chunks: list[Chunk], scale: Float32, weights: list[Chunk], format: Format) -> list[Chunk]:
+    """Elements times ``scale`` times their weights, rounded as a sum is (R3)."""
+    results = []
+    for words, weight in zip(chunks, weights, strict=True):
+        pairs = zip(twoshot.widen(words, format), twoshot.widen(weight, format), strict=True)
+        narrow = twoshot.narrow([multiply(multiply(a, scale), w) for a, w in pairs], format)
+        results.append(twoshot.without_negative_zero(narrow, format))
+    return results
+
+
+def multiply(a: Float32, b: Float32) -> Float32:
+    return _ptx("mul.rn.f32 {$w0}, {$r0}, {$r1};", a, b)
+
+
+def add(a: Float32, b: Float32) -> Float32:
+    return _ptx("add.rn.f32 {$w0}, {$r0}, {$r1};", a, b)
+
+
+def _ptx(instruction: str, *operands: Float32 | Int32) -> Float32:
+    return cute.arch.inline_ptx(instruction, write_only_types=[Float32], read_only_args=list(operands))
