@@ -258,7 +258,7 @@ def test_parts_can_be_collected_one_by_one() -> None:
 def test_the_page_for_kernel_authors_is_right(tmp_path: Path) -> None:
     """Its kernel compiles, and its call of the kernel is typed as replicated and lowered."""
     page = (Path(__file__).parents[1] / "docs" / "kernel_authors.md").read_text()
-    kernel, program, built = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    kernel, program, built = re.findall(r"```python gpu\n(.*?)```", page, re.DOTALL)
     path = tmp_path / "gated.py"
     path.write_text(kernel)
     mesh = cpu_mesh(4)
