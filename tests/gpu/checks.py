@@ -459,8 +459,6 @@ def _soak_program(
 def long_soak(job: Job) -> dict[str, Any]:
     """Very many calls with nothing between them, and what memory they leave: chains of sums of sums, which multiply by
     the number of ranks, a power of two, and so stay exact in BF16. A wrong element of any call is one of the last."""
-    import torch
-
     tp, chain_calls = job.tp, 112 // (job.tp.bit_length() - 1)
     assert tp in (2, 4, 8)
     random, runs = np.random.default_rng(20), -(-job.calls // (chain_calls * SOAK_CHAINS))
@@ -485,7 +483,7 @@ def long_soak(job: Job) -> dict[str, Any]:
         return {
             "resident": int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE"),
             "files": len(os.listdir("/proc/self/fd")),
-            "device": -torch.cuda.mem_get_info()[0],
+            "device": _device_memory(),
         }
 
     with jax_twoshot.Workspace(job.mesh, "tp", rows=2, width=7168) as workspace:
@@ -518,6 +516,16 @@ def long_soak(job: Job) -> dict[str, Any]:
         "microseconds a call": round(1e6 * seconds / timed, 2),
         "grown": {name: end[name] - warm[name] for name in warm},
     }
+
+
+def _device_memory() -> int:
+    """Bytes of the GPU that are taken, by whatever process; 0 on CPU."""
+    if jax.default_backend() == "cpu":
+        return 0
+    import torch
+
+    free, total = torch.cuda.mem_get_info()
+    return total - free
 
 
 def _integers(shape: tuple[int, ...], number: jax.Array, rank: int | jax.Array, tp: int) -> jax.Array:
