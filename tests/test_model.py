@@ -138,7 +138,7 @@ def test_search_sees_stale_data() -> None:
     "variant",
     [
         pytest.param(Protocol(2), id="immediate-thread"),
-        pytest.param(Protocol(2, (2, 1), in_order=False), id="immediate-ctas"),
+        pytest.param(Protocol(2, (1, 1), in_order=False), id="immediate-ctas"),
         pytest.param(Protocol(3, deferred=True), id="deferred-thread"),
         pytest.param(Protocol(2, one_shot=EVERY_OTHER), id="mixed-thread"),
     ],

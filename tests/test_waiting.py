@@ -249,7 +249,7 @@ class TestExit:
             threading.Timer(1, os.kill, (os.getpid(), signal.SIGINT)).start()
         """
         started = [
-            start_script(textwrap.dedent(source).replace("TIMEOUT", "3" if "lambda" in last else "60") + last)
+            start_script(textwrap.dedent(source).replace("TIMEOUT", "2" if "lambda" in last else "60") + last)
             for last in endings
         ]
         for process, (code, text) in zip(started, endings.values(), strict=True):
