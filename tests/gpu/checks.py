@@ -10,8 +10,10 @@ import gc
 import hashlib
 import logging
 import os
+import signal
 import sys
 import tempfile
+import threading
 import time
 import weakref
 from collections import Counter
@@ -977,6 +979,34 @@ def disagree(job: Job) -> dict[str, Any]:
         found = {"seconds": round(time.monotonic() - start, 2), "check": _refusal(workspace.check, RuntimeError)}
         job.barrier()
     return found
+
+
+def interrupted(job: Job) -> dict[str, Any]:
+    """Ctrl-C while one rank stays away, after the warning and long before the deadline."""
+    tally, found = Tally(), {}
+    with jax_twoshot.Workspace(job.mesh, "tp", rows=16, width=2880, timeout=20) as workspace:
+        program = sum_program(job, workspace)
+        given = values(np.random.default_rng(21), job.tp, *SHAPE)
+        placed, want = job.place(given), reference.all_reduce(given)
+        tally.add("before", program(placed), want)
+        tally.result()
+        job.barrier()
+        if LATE not in job.here:
+            start = time.monotonic()
+            threading.Timer(4, os.kill, (os.getpid(), signal.SIGINT)).start()
+            try:
+                jax.block_until_ready(program(placed))
+                found["raised"] = False
+            except KeyboardInterrupt:
+                found["raised"] = True
+            found["seconds"] = round(time.monotonic() - start - 4, 2)
+            found["check"] = _refusal(workspace.check, RuntimeError)
+            found["next call"] = _numbers(lambda: program(placed))
+        job.barrier()
+        workspace.reset()
+        for run in range(5):
+            tally.add(f"after a reset, run {run}", program(placed), want)
+        return tally.result() | found
 
 
 def failed_setups(job: Job) -> dict[str, Any]:
