@@ -26,8 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh
 from worker import Job
 
 import jax_twoshot
@@ -1070,10 +1069,9 @@ def fuzz(job: Job) -> dict[str, Any]:
         want = programs.expected(program, parts)
         ((axes, capacity),) = program.capacity
         mesh = Mesh(job.mesh.devices, program.names)
-        sharding = NamedSharding(mesh, P(*program.names))
         with jax_twoshot.Workspace(mesh, tuple(axes), rows=1, width=capacity, dtype=program.dtype) as workspace:
             compiled = programs.build(program, mesh, {axes: workspace})
-            placed = [jax.make_array_from_callback(x.shape, sharding, x.__getitem__) for x in parts]
+            placed = programs.place(program, mesh, parts)
             for _ in range(4):
                 if random.random() < 0.5:
                     job.hold_up_one(random)
