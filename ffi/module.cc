@@ -92,6 +92,7 @@ NB_MODULE(_extension, module) {
              });
   module.def("set_timeout", [](double seconds) { jax_twoshot::timeout_seconds = seconds; });
   module.def("count_interrupts", &jax_twoshot::CountInterrupts);
+  module.def("interrupts", [] { return jax_twoshot::interrupts.load(); });
   // For tests/test_faults.py alone.
   module.def("plant_fault", &PlantFault, nb::arg("kind"), nb::arg("rank") = 0, nb::arg("phase") = "push",
              nb::arg("seconds") = 0.0, nb::arg("owner") = 0);
@@ -131,6 +132,7 @@ NB_MODULE(_extension, module) {
       .def("begin_reset", &jax_twoshot::CudaWorkspace::BeginReset)
       .def("clear", &jax_twoshot::CudaWorkspace::Clear)
       .def("end_reset", &jax_twoshot::CudaWorkspace::EndReset)
+      .def("end_slow_waits", &jax_twoshot::CudaWorkspace::EndSlowWaits, nb::call_guard<nb::gil_scoped_release>())
       .def("control", &jax_twoshot::CudaWorkspace::Control)
       // For bench.py: the kernels alone, on a stream of the caller's own.
       .def(

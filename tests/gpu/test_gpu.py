@@ -220,7 +220,7 @@ def test_a_killed_rank_is_named(gpu, figure):
         judge_what_the_others_saw(rank, caught.value.summaries[rank]["killed"], figure)
 
 
-FAULTS = ("reset", "dropped_pushes", "wrap", "starved", "disagree", "failed_setups")
+FAULTS = ("reset", "dropped_pushes", "wrap", "starved", "disagree", "interrupted", "failed_setups")
 
 
 @pytest.fixture(scope="module")
@@ -274,6 +274,17 @@ def test_calls_in_another_order_on_one_rank_are_found_out(faults, figure):
     assert any(rank["disagree"]["check"] is not None for rank in faults)
     for text in (rank["disagree"]["check"] for rank in faults):
         assert text is None or "the deadline Workspace(timeout=...) of 3 s has passed" in text
+
+
+def test_ctrl_c_ends_a_wait_after_its_warning(faults, figure):
+    """The deadline is 20 s."""
+    for rank, result in enumerate(r["interrupted"] for r in faults):
+        assert (result["calls"], result["wrong"]) == (6, 0), result["first"]
+        if rank in OTHERS:
+            figure(f"rank {rank}: {result['seconds']} s after Ctrl-C: {result['check']}")
+            assert result["raised"] and result["seconds"] < 10
+            for text in (result["check"], str(result["next call"])):
+                assert f"rank {rank} of 4 waits for rank 2 (" in text and "interrupted by Ctrl-C (SIGINT)" in text
 
 
 def test_a_failed_set_up_leaves_nothing_behind(faults, figure):
