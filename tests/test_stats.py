@@ -77,11 +77,11 @@ def test_slow_waits_and_the_last_failure() -> None:
                 return jax_twoshot.all_reduce(x + zero, "tp", workspace=workspace)
             return sharded(body)
 
-        workspace = jax_twoshot.Workspace(mesh, "tp", rows=1, width=2560, dtype=np.float32, timeout=1)
-        jax.block_until_ready(late(0.5)(x))
+        workspace = jax_twoshot.Workspace(mesh, "tp", rows=1, width=2560, dtype=np.float32, timeout=0.5)
+        jax.block_until_ready(late(0.25)(x))
         print(workspace.stats().slow_waits > 0, workspace.stats().failure)
         try:
-            jax.block_until_ready(late(2)(x))
+            jax.block_until_ready(late(1)(x))
         except jax.errors.JaxRuntimeError:
             pass
         print(workspace.stats().calls, workspace.stats().failure)
