@@ -1,4 +1,5 @@
-"""That an installed wheel brings its kernels: ``python check_wheel.py ARCH...``, in an environment of its own.
+"""That an installed wheel brings its kernels: ``python check_wheel.py TP,TP,... ARCH...``, in an environment of its
+own.
 
 For a machine that serves: no compiler, no ``JAX_TWOSHOT_CUBIN_PATH``, nothing in the cache.
 """
@@ -12,7 +13,7 @@ import jax_twoshot
 from jax_twoshot import cubin
 
 
-def main(archs: list[str]) -> None:
+def main(tps: list[int], archs: list[str]) -> None:
     package = Path(jax_twoshot.__file__).parent
     if "site-packages" not in package.parts:
         sys.exit(f"{package}: not an installed wheel; run this outside the source tree")
@@ -21,9 +22,10 @@ def main(archs: list[str]) -> None:
     os.environ.pop("JAX_TWOSHOT_CUBIN_PATH", None)
     with tempfile.TemporaryDirectory() as empty:
         os.environ["JAX_TWOSHOT_CACHE_DIR"] = empty
-        found = [cubin.find(variant) for variant in cubin.variants(archs)]
+        wanted = [*cubin.variants(archs, tps), *cubin.rms_norm_kernels(archs, tps)]
+        found = [cubin.find(kernel) for kernel in wanted]
     print(f"jax_twoshot {jax_twoshot.__version__} in {package}: {len(found)} kernels for {', '.join(archs)}")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:] or list(cubin.ARCHS))
+    main([int(tp) for tp in sys.argv[1].split(",")], sys.argv[2:])

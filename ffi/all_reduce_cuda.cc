@@ -81,12 +81,14 @@ void UnloadKernel(const Kernel& kernel) {
 
 }  // namespace
 
-CudaWorkspace::CudaWorkspace(int64_t id, std::string axes, Layout layout, double timeout_seconds, int ranks_on_device,
-                             int sm_count, const std::vector<Cubin>& cubins, const std::vector<RankBuffers>& ranks)
+CudaWorkspace::CudaWorkspace(int64_t id, std::string axes, Layout layout, double timeout_seconds,
+                             int64_t one_shot_bytes, int ranks_on_device, int sm_count,
+                             const std::vector<Cubin>& cubins, const std::vector<RankBuffers>& ranks)
     : id_(id),
       axes_(std::move(axes)),
       layout_(layout),
       timeout_seconds_(timeout_seconds),
+      one_shot_bytes_(one_shot_bytes),
       ranks_on_device_(ranks_on_device),
       sm_count_(sm_count),
       counts_(CallCounts::Of(id)) {
@@ -216,8 +218,7 @@ std::optional<std::string> CudaWorkspace::Launch(int ordinal, CUstream stream, s
   if (counts) counts_->AddCall(bytes);
 
   for (int64_t start = 0, size = 0; start < bytes; start += size) {
-    const RoundPlan round =
-        NextRound(layout_, CeilDiv(bytes - start, kChunkBytes), asked, ranks_on_device_, device.buffers.multicast != 0);
+    const RoundPlan round = NextRound(layout_, CeilDiv(bytes - start, kChunkBytes), asked, one_shot_bytes_);
     const auto kernel = device.kernels.find({round.algorithm, format});
     if (kernel == device.kernels.end()) return "the workspace has no kernel for " + format;
     size = std::min(round.chunks * kChunkBytes, bytes - start);

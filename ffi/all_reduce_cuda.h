@@ -72,8 +72,9 @@ using KernelOnDevices = std::map<int, Kernel>;  // by ordinal
 class CudaWorkspace {
  public:
   // Loads the kernels and allocates; throws std::runtime_error with the driver's text, nothing then left allocated.
-  CudaWorkspace(int64_t id, std::string axes, Layout layout, double timeout_seconds, int ranks_on_device, int sm_count,
-                const std::vector<Cubin>& cubins, const std::vector<RankBuffers>& ranks);
+  CudaWorkspace(int64_t id, std::string axes, Layout layout, double timeout_seconds, int64_t one_shot_bytes,
+                int ranks_on_device, int sm_count, const std::vector<Cubin>& cubins,
+                const std::vector<RankBuffers>& ranks);
   ~CudaWorkspace();
 
   int64_t id() const { return id_; }
@@ -86,6 +87,8 @@ class CudaWorkspace {
   void BeginReset() { resetting_ = true; }
   void Clear();
   void EndReset();
+  // Address of a device's control block: for tests, which make it say what only many calls would.
+  uint64_t Control(int ordinal) const { return devices_.at(ordinal).control; }
   // What every rank of this process that waits for long waits for; each wait is told of once.
   std::vector<std::string> SlowWaits();
 
@@ -135,6 +138,7 @@ class CudaWorkspace {
   std::string axes_;
   Layout layout_;
   double timeout_seconds_;  // DeadlineOf's
+  int64_t one_shot_bytes_;
   int ranks_on_device_;
   int sm_count_;
   std::atomic<bool> resetting_{false};

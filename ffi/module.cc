@@ -34,12 +34,6 @@ nb::dict FormatDict(const jax_twoshot::Format& format) {
   return fields;
 }
 
-nb::tuple Limits(const jax_twoshot::OneShotTable& table) {
-  nb::list limits;
-  for (const auto& limit : table) limits.append(nb::make_tuple(limit.ranks, limit.bytes));
-  return nb::tuple(limits);
-}
-
 nb::dict ProtocolConstants() {
   nb::dict constants;
   constants["CHUNK_BYTES"] = jax_twoshot::kChunkBytes;
@@ -53,9 +47,6 @@ nb::dict ProtocolConstants() {
   constants["NORM_THREADS"] = jax_twoshot::kNormThreads;
   constants["NORM_MAX_BLOCKS"] = jax_twoshot::kNormMaxBlocks;
   constants["ALGORITHMS"] = nb::make_tuple(jax_twoshot::kAlgorithms[0], jax_twoshot::kAlgorithms[1]);
-  constants["ONE_SHOT_SHARED_GPU"] = Limits(jax_twoshot::kOneShotSharedGpu);
-  constants["ONE_SHOT_NVLINK"] = Limits(jax_twoshot::kOneShotNvlink);
-  constants["ONE_SHOT_MULTICAST"] = Limits(jax_twoshot::kOneShotMulticast);
   nb::dict formats;
   for (const auto& format : {jax_twoshot::kBFloat16, jax_twoshot::kFloat16, jax_twoshot::kFloat32}) {
     formats[format.name] = FormatDict(format);
@@ -105,13 +96,13 @@ NB_MODULE(_extension, module) {
   module.def("plant_fault", &PlantFault, nb::arg("kind"), nb::arg("rank") = 0, nb::arg("phase") = "push",
              nb::arg("seconds") = 0.0, nb::arg("owner") = 0);
   module.def("launch_grid", &jax_twoshot::Grid);
-  module.def("next_round", [](int tp, int64_t slot_chunks, int64_t left, const std::string& asked, int ranks_on_device,
-                              bool multicast) {
-    const jax_twoshot::Layout layout{tp, slot_chunks};
-    const auto [algorithm, chunks] =
-        jax_twoshot::NextRound(layout, left, jax_twoshot::AlgorithmNamed(asked), ranks_on_device, multicast);
-    return std::pair(chunks, jax_twoshot::kAlgorithms[static_cast<int>(algorithm)]);
-  });
+  module.def("next_round",
+             [](int tp, int64_t slot_chunks, int64_t left, const std::string& asked, int64_t one_shot_bytes) {
+               const jax_twoshot::Layout layout{tp, slot_chunks};
+               const auto [algorithm, chunks] =
+                   jax_twoshot::NextRound(layout, left, jax_twoshot::AlgorithmNamed(asked), one_shot_bytes);
+               return std::pair(chunks, jax_twoshot::kAlgorithms[static_cast<int>(algorithm)]);
+             });
   module.def("cpu_handlers",
              [] { return Stages(jax_twoshot::JaxTwoshotCpuInstantiate, jax_twoshot::JaxTwoshotCpuExecute); });
   module.def("cpu_rms_norm_handlers", [] {
@@ -140,6 +131,7 @@ NB_MODULE(_extension, module) {
       .def("begin_reset", &jax_twoshot::CudaWorkspace::BeginReset)
       .def("clear", &jax_twoshot::CudaWorkspace::Clear)
       .def("end_reset", &jax_twoshot::CudaWorkspace::EndReset)
+      .def("control", &jax_twoshot::CudaWorkspace::Control)
       // For bench.py: the kernels alone, on a stream of the caller's own.
       .def(
           "launch",
@@ -156,7 +148,8 @@ NB_MODULE(_extension, module) {
   using Rank = std::tuple<int, int, uint64_t, uint64_t, std::vector<uint64_t>>;
   module.def("open_cuda_workspace",
              [](int64_t id, std::string axes, int tp, int64_t slot_chunks, int generations, double timeout,
-                int ranks_on_device, int sm_count, const std::vector<Cubin>& cubins, const std::vector<Rank>& ranks) {
+                int64_t one_shot_bytes, int ranks_on_device, int sm_count, const std::vector<Cubin>& cubins,
+                const std::vector<Rank>& ranks) {
                std::vector<jax_twoshot::Cubin> code;
                for (const auto& [algorithm, format, bytes, symbol, pdl] : cubins) {
                  code.push_back({jax_twoshot::AlgorithmNamed(algorithm).value(), format,
@@ -167,8 +160,8 @@ NB_MODULE(_extension, module) {
                  buffers.push_back({ordinal, rank, address, multicast, peers});
                }
                const jax_twoshot::Layout layout{tp, slot_chunks, generations};
-               auto workspace = std::make_shared<jax_twoshot::CudaWorkspace>(id, std::move(axes), layout, timeout,
-                                                                             ranks_on_device, sm_count, code, buffers);
+               auto workspace = std::make_shared<jax_twoshot::CudaWorkspace>(
+                   id, std::move(axes), layout, timeout, one_shot_bytes, ranks_on_device, sm_count, code, buffers);
                jax_twoshot::CudaWorkspace::Open(workspace);
                return workspace;
              });

@@ -75,35 +75,16 @@ inline constexpr std::optional<Algorithm> AlgorithmNamed(std::string_view name) 
   return std::nullopt;
 }
 
-// Up to so many ranks, one-shot sums messages of up to so many bytes.
-struct OneShotLimit {
-  int ranks;
-  int64_t bytes;
-};
-using OneShotTable = std::array<OneShotLimit, 3>;
-inline constexpr OneShotTable kOneShotSharedGpu{{{2, 64 * 14336}, {4, 8 * 14336}, {8, 14336}}};
-inline constexpr OneShotTable kOneShotNvlink{{{2, 1 << 20}, {4, 1 << 17}, {8, 1 << 15}}};
-inline constexpr OneShotTable kOneShotMulticast{{{2, 1 << 20}, {4, 1 << 18}, {8, 1 << 16}}};
-
-// Bytes of the largest message that one-shot is expected to sum sooner than two-shot, 0 for none.
-inline constexpr int64_t OneShotBytes(int tp, int ranks_on_device, bool multicast) {
-  const OneShotTable& table = ranks_on_device > 1 ? kOneShotSharedGpu : multicast ? kOneShotMulticast : kOneShotNvlink;
-  for (const OneShotLimit& limit : table) {
-    if (tp <= limit.ranks) return limit.bytes;
-  }
-  return 0;
-}
-
 struct RoundPlan {
   Algorithm algorithm;
   int64_t chunks;
 };
 
-// The next round of a message of which `left` chunks are left; `asked` is nothing where the choice is ours.
+// The next round of a message of which `left` chunks are left; `asked` is nothing where the choice is ours: one shot for
+// what is left if that is at most `one_shot_bytes`.
 inline constexpr RoundPlan NextRound(const Layout& layout, int64_t left, std::optional<Algorithm> asked,
-                                     int ranks_on_device, bool multicast) {
-  const bool fast =
-      left <= layout.slot_chunks && left * kChunkBytes <= OneShotBytes(layout.tp, ranks_on_device, multicast);
+                                     int64_t one_shot_bytes) {
+  const bool fast = left <= layout.slot_chunks && left * kChunkBytes <= one_shot_bytes;
   const Algorithm algorithm = asked.value_or(fast ? Algorithm::kOneShot : Algorithm::kTwoShot);
   return {algorithm, std::min(left, algorithm == Algorithm::kOneShot ? layout.slot_chunks : layout.capacity_chunks())};
 }

@@ -42,11 +42,9 @@ def layout_offset(
     return _extension.layout_offsets(tp, slot_chunks, generations, generation, slot, chunk)
 
 
-def next_round(
-    layout: protocol.Layout, left: int, asked: str, ranks_on_device: int, multicast: bool
-) -> tuple[int, str]:
+def next_round(layout: protocol.Layout, left: int, asked: str, one_shot_bytes: int) -> tuple[int, str]:
     """``ffi/protocol.h``'s ``(chunks, algorithm)`` of the first of `protocol.rounds` of ``left`` chunks."""
-    return _extension.next_round(layout.tp, layout.slot_chunks, left, asked, ranks_on_device, multicast)
+    return _extension.next_round(layout.tp, layout.slot_chunks, left, asked, one_shot_bytes)
 
 
 def launch_grid(chunks: int, ranks_on_device: int, sm_count: int, alone: bool) -> int:
@@ -59,6 +57,7 @@ def open_cuda_workspace(
     axes: str,
     layout: protocol.Layout,
     timeout: float | None,
+    one_shot_bytes: int,
     ranks_on_device: int,
     sm_count: int,
     cubins: Sequence[tuple[str, str, bytes, str, bool]],
@@ -71,6 +70,7 @@ def open_cuda_workspace(
       axes: for messages.
       layout: of each rank's buffers.
       timeout: seconds of its deadline; None: the process's.
+      one_shot_bytes: of the largest message that is summed in one shot where the caller does not say.
       ranks_on_device: ranks that share one GPU.
       sm_count: least number of multiprocessors.
       cubins: (algorithm, format, image, symbol, programmatic launch) of each kernel.
@@ -86,6 +86,7 @@ def open_cuda_workspace(
         layout.slot_chunks,
         layout.generations,
         timeout_attribute(timeout),
+        one_shot_bytes,
         ranks_on_device,
         sm_count,
         cubins,

@@ -8,6 +8,8 @@ JAX_TWOSHOT_TIMEOUT             seconds that a rank waits for its peers before t
 JAX_TWOSHOT_MULTICAST           0: store to each peer, create no multicast object          1
 JAX_TWOSHOT_CUBIN_PATH          folder searched first for compiled kernels                 none
 JAX_TWOSHOT_CACHE_DIR           folder of kernels compiled on this machine                 the user's cache folder
+JAX_TWOSHOT_TUNING              file of ``bench --tune``: up to what size one shot is      what the library has
+                                taken, the same on every process
 ==============================  =========================================================  ==========================
 
 ``TORCH_SYMM_MEM_DISABLE_MULTICAST=1``, PyTorch's own switch, turns multicast off here too.
@@ -15,10 +17,13 @@ JAX_TWOSHOT_CACHE_DIR           folder of kernels compiled on this machine      
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
 import platformdirs
+
+from jax_twoshot import protocol
 
 
 def timeout_seconds() -> float:
@@ -62,3 +67,25 @@ def cache_dir() -> Path:
     """``JAX_TWOSHOT_CACHE_DIR``, or the user's cache folder for this library."""
     text = os.environ.get("JAX_TWOSHOT_CACHE_DIR")
     return Path(text) if text else Path(platformdirs.user_cache_dir("jax_twoshot"))
+
+
+def tuning() -> dict[str, protocol.Table]:
+    """``JAX_TWOSHOT_TUNING``: `protocol.BUILT_IN`, with what the file says in its place.
+
+    Raises:
+      ValueError: there is no such file, or it is none of ``bench --tune``.
+    """
+    text = os.environ.get("JAX_TWOSHOT_TUNING")
+    if not text:
+        return protocol.BUILT_IN
+    try:
+        tables = json.loads(Path(text).read_text())["tables"]
+        if not tables.keys() <= protocol.BUILT_IN.keys():
+            raise ValueError(f"tables are {', '.join(protocol.BUILT_IN)}, got {', '.join(tables)}")
+        given = {name: tuple(sorted((int(ranks), int(most)) for ranks, most in t)) for name, t in tables.items()}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(
+            f"JAX_TWOSHOT_TUNING: a file that `python -m jax_twoshot bench --tune --json FILE` wrote; got {text!r} "
+            f"({type(error).__name__}: {error})"
+        ) from None
+    return protocol.BUILT_IN | given

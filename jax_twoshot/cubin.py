@@ -436,13 +436,13 @@ def _compile_into_cache(variant: Entry) -> Cubin:
             return cubin
 
 
-def variants(archs: Iterable[str]) -> list[Variant]:
-    """Every kernel of the all-reduce for these targets."""
+def variants(archs: Iterable[str], tps: Iterable[int] = TP) -> list[Variant]:
+    """Every kernel of the all-reduce for these targets and group sizes."""
     return [
         Variant(tp, name, multicast, arch, algorithm)
         for arch in archs
         for algorithm in ALGORITHMS
-        for tp in TP
+        for tp in tps
         for name in FORMATS
         for multicast in ((False, True) if _has_pdl_and_multicast(arch) else (False,))
     ]
@@ -470,25 +470,29 @@ def rms_norm_kernel(
     )
 
 
-def rms_norm_kernels(archs: Iterable[str]) -> list[Kernel]:
-    """Every kernel of ``all_reduce_rms_norm`` for these targets."""
+def rms_norm_kernels(archs: Iterable[str], tps: Iterable[int] = TP) -> list[Kernel]:
+    """Every kernel of ``all_reduce_rms_norm`` for these targets and group sizes."""
     return [
         rms_norm_kernel(v.tp, v.format, v.multicast, v.arch, v.algorithm, blocks)
-        for v in variants(archs)
+        for v in variants(archs, tps)
         for blocks in range(1, NORM_MAX_BLOCKS + 1)
     ]
 
 
 def compile_all(
-    archs: Iterable[str], out_dir: Path, progress: Callable[[int, int, Cubin], None] | None = None
+    archs: Iterable[str],
+    out_dir: Path,
+    progress: Callable[[int, int, Cubin], None] | None = None,
+    tps: Iterable[int] = TP,
 ) -> list[Cubin]:
-    """Compiles the library's kernels for ``archs`` into ``out_dir``, for ``JAX_TWOSHOT_CUBIN_PATH`` or for a wheel.
+    """Compiles the library's kernels for ``archs`` and groups of ``tps`` ranks into ``out_dir``, for
+    ``JAX_TWOSHOT_CUBIN_PATH`` or for a wheel.
 
     Raises:
       CubinError: the compiler is not installed.
       ValueError: an unknown target.
     """
-    return compile_into([*variants(archs), *rms_norm_kernels(archs)], out_dir, progress)
+    return compile_into([*variants(archs, tps), *rms_norm_kernels(archs, tps)], out_dir, progress)
 
 
 def compile_into(

@@ -36,7 +36,7 @@ One one-shot round: every rank sums every chunk, so nothing is gathered, and chu
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -61,7 +61,7 @@ MAX_ROUND_ELEMENTS = (1 << 31) - 8
 
 def ceil_div(a: int, b: int) -> int:
     """The least integer not below ``a / b``, for positive ``b``."""
-    return -(-a // b)
+    return (a + b - 1) // b
 
 
 @dataclass(frozen=True)
@@ -198,54 +198,66 @@ def owner_of(chunk: int, chunks: int, tp: int) -> tuple[int, int]:
 
 ALGORITHMS = ("two_shot", "one_shot")
 
-ONE_SHOT_SHARED_GPU = ((2, 64 * 14336), (4, 8 * 14336), (8, 14336))
+Table = tuple[tuple[int, int], ...]
+"""Pairs (ranks, bytes), fewer ranks first."""
+
+ONE_SHOT_SHARED_GPU: Table = ((2, 64 * 14336), (4, 8 * 14336), (8, 14336))
 """(ranks, bytes): up to so many ranks, of which several share a GPU, one-shot sums messages of up to so many bytes.
 
 Measured on one H200 under MPS, rows of 7168 BF16: one-shot was ahead up to 64 rows at TP 2 (the most that was
 measured), 8 at TP 4, 1 at TP 8."""
-ONE_SHOT_NVLINK = ((2, 1 << 20), (4, 1 << 17), (8, 1 << 15))
+ONE_SHOT_NVLINK: Table = ((2, 1 << 20), (4, 1 << 17), (8, 1 << 15))
 """The same for ranks on GPUs of their own. Reasoned, not tuned: one-shot moves ``(TP - 1) (1 - 2 / TP)`` times the
 message more through each GPU's link and saves one hop. With 1 us a hop and 400 GB/s the break-even is at 270 KB for
 TP 4 and 76 KB for TP 8, of which half is taken; at TP 2 one-shot moves no more."""
-ONE_SHOT_MULTICAST = ((2, 1 << 20), (4, 1 << 18), (8, 1 << 16))
+ONE_SHOT_MULTICAST: Table = ((2, 1 << 20), (4, 1 << 18), (8, 1 << 16))
 """The same where a push is one multicast store: the link's receiving side is as busy, the sending side is not."""
 
 
-def one_shot_bytes(tp: int, ranks_on_device: int, multicast: bool) -> int:
+BUILT_IN: dict[str, Table] = {
+    "ONE_SHOT_SHARED_GPU": ONE_SHOT_SHARED_GPU,
+    "ONE_SHOT_NVLINK": ONE_SHOT_NVLINK,
+    "ONE_SHOT_MULTICAST": ONE_SHOT_MULTICAST,
+}
+"""The tables by their names, as ``bench --tune`` writes them and ``JAX_TWOSHOT_TUNING`` replaces them."""
+
+
+def table_name(ranks_on_device: int, multicast: bool) -> str:
+    """Which of the tables holds for such ranks."""
+    if ranks_on_device > 1:
+        return "ONE_SHOT_SHARED_GPU"
+    return "ONE_SHOT_MULTICAST" if multicast else "ONE_SHOT_NVLINK"
+
+
+def one_shot_bytes(tp: int, ranks_on_device: int, multicast: bool, tables: Mapping[str, Table] = BUILT_IN) -> int:
     """Bytes of the largest message that one-shot is expected to sum sooner than two-shot, 0 for none."""
-    table = ONE_SHOT_SHARED_GPU if ranks_on_device > 1 else ONE_SHOT_MULTICAST if multicast else ONE_SHOT_NVLINK
-    return next((most for ranks, most in table if tp <= ranks), 0)
+    return next((most for ranks, most in tables[table_name(ranks_on_device, multicast)] if tp <= ranks), 0)
 
 
-def most_one_shot_bytes(tp: int) -> int:
+def most_one_shot_bytes(tp: int, tables: Mapping[str, Table] = BUILT_IN) -> int:
     """`one_shot_bytes` wherever the ranks are: what the slots of a workspace are made for."""
-    return max(one_shot_bytes(tp, sharing, multicast) for sharing, multicast in ((2, False), (1, False), (1, True)))
+    return max(one_shot_bytes(tp, *where, tables) for where in ((2, False), (1, False), (1, True)))
 
 
-def algorithm(chunks: int, tp: int, ranks_on_device: int, multicast: bool) -> str:
+def algorithm(chunks: int, one_shot_bytes: int) -> str:
     """Which of `ALGORITHMS` sums ``chunks`` chunks sooner: a pure function of arguments that all ranks share."""
-    fast = chunks * CHUNK_BYTES <= one_shot_bytes(tp, ranks_on_device, multicast)
-    return "one_shot" if fast else "two_shot"
+    return "one_shot" if chunks * CHUNK_BYTES <= one_shot_bytes else "two_shot"
 
 
-def rounds(
-    layout: Layout, chunks: int, asked: str = "auto", ranks_on_device: int = 1, multicast: bool = False
-) -> Iterator[Round]:
+def rounds(layout: Layout, chunks: int, asked: str = "auto", one_shot_bytes: int = 0) -> Iterator[Round]:
     """The rounds of a message of ``chunks`` chunks, in order; none for an empty message (R4).
 
     Args:
       layout: of each rank's buffers.
       chunks: of the message.
       asked: one of `ALGORITHMS` for all rounds, or "auto": what `algorithm` says, where it fits a slot.
-      ranks_on_device: most ranks that share one GPU.
-      multicast: whether a store can reach all ranks at once.
+      one_shot_bytes: of the largest message that one-shot sums sooner, such as `one_shot_bytes` says.
     """
     start = 0
     while start < chunks:
         left, chosen = chunks - start, asked
         if asked == "auto":
-            fits = left <= layout.slot_chunks
-            chosen = algorithm(left, layout.tp, ranks_on_device, multicast) if fits else "two_shot"
+            chosen = algorithm(left, one_shot_bytes) if left <= layout.slot_chunks else "two_shot"
         size = min(left, layout.slot_chunks if chosen == "one_shot" else layout.capacity_chunks)
         yield Round(start, size, chosen)
         start += size

@@ -463,8 +463,11 @@ def _set_up(
     prepare: Callable[[Sequence[SymmetricBuffer]], None] | None,
 ) -> list[SymmetricBuffer]:
     with memory.resources as resources:
-        described = peers.require("describe", lambda: [dataclasses.asdict(f) for f in memory.describe()])
-        facts = [_Facts(**fact) for of_process in described for fact in of_process]
+        described = peers.require(
+            "describe", lambda: (json.dumps(_settings.tuning()), [dataclasses.asdict(f) for f in memory.describe()])
+        )
+        _require_one_tuning([tuning for tuning, _ in described])
+        facts = [_Facts(**fact) for _, of_process in described for fact in of_process]
         _require_one_host(facts)
         overlapping = max(Counter((f.group, f.ordinal) for f in facts).values()) > 1
         ranks_on_device = max(Counter(f.uuid for f in facts).values())
@@ -493,6 +496,14 @@ def _set_up(
         peers.require("arm", lambda: memory.fill(word))
         kept.push(resources.pop_all())
     return buffers
+
+
+def _require_one_tuning(tunings: Sequence[str]) -> None:
+    if len(set(tunings)) > 1:
+        raise ValueError(
+            f"JAX_TWOSHOT_TUNING: all processes must choose alike between one shot and two, and hence have the same "
+            f"tables; got {' and '.join(sorted(set(tunings)))}; give every process the same file"
+        )
 
 
 def _require_one_host(facts: Sequence[_Facts]) -> None:

@@ -214,7 +214,7 @@ class Workspace:
             max(tp, protocol.MIN_RANKS),
             capacity,
             generations,
-            one_shot_bytes=capacity if owners else protocol.most_one_shot_bytes(tp) if cuda else 0,
+            one_shot_bytes=capacity if owners else protocol.most_one_shot_bytes(tp, _settings.tuning()) if cuda else 0,
         )
         devices = tuple(device.id for device in mesh.devices.flat)
         self.handle = Handle(next(_ids), layout, devices, owners or layout.tp, self.timeout)
@@ -451,6 +451,7 @@ class _CudaBuffers:
             self._axes,
             self._layout,
             self._timeout,
+            protocol.one_shot_bytes(self._layout.tp, self.gpu.ranks_on_device, multicast, _settings.tuning()),
             self.gpu.ranks_on_device,
             self.gpu.sm_count,
             [(v.algorithm, v.format, c.image, c.symbol, v.pdl) for v, c in found],

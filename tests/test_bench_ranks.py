@@ -12,20 +12,22 @@ from types import SimpleNamespace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
 from jax.sharding import Mesh
 
 import jax_twoshot
-from jax_twoshot import _launch, reference
-from jax_twoshot.cli import bench, bench_ranks, gpu_peers, main
+from jax_twoshot import _launch, _settings, protocol, reference
+from jax_twoshot.cli import bench, bench_ranks, decode, gpu_peers, main, tune
 from jax_twoshot.cli.bench_ranks import Ears, Found, Job, Measurement, Missing
-from jax_twoshot.cli.gpu_peers import GRAPH, JAX, Cell, Peer
+from jax_twoshot.cli.gpu_peers import DECODE, GRAPH, JAX, Cell, Peer
 
 FACTS = {
     "date": "2026-01-02 03:04 UTC",
     "machine": {"devices": ["NVIDIA H200"]},
+    "table": "ONE_SHOT_SHARED_GPU",
     "versions": {"jax-twoshot": "0.1.0", "jax": "0.11.2", "torch": "2.11.0", "flashinfer-python": None},
 }
 
@@ -42,7 +44,7 @@ def measurement(peer: str, seconds: float, rows: int = 1, tp: int = 2, program: 
 
 def arguments(tmp_path: Path, **changes: Any) -> argparse.Namespace:
     values = dict(ranks=[2, 4], one_gpu=True, rows=[1, 2], width=[64], dtype="bfloat16", repeats=3, calls=5)
-    values |= dict(timeout=100, json=tmp_path / "bench.json", plot=None)
+    values |= dict(timeout=100, json=tmp_path / "bench.json", plot=None, tune=False, decode=False)
     return argparse.Namespace(**values | changes)
 
 
@@ -284,12 +286,12 @@ def test_a_peer_that_crashes_is_dropped_and_the_others_go_on(
         assert options["one_gpu"] and not options["echo"]
         for rows, _ in jobs[-1].cells:
             for rank in range(tp):
-                if rows == 2 and not jobs[-1].without:
+                if rows == 2 and "nccl (graph)" in jobs[-1].peers:
                     on_line(rank, "bench-step nccl (graph): timing at 2 rows")
                     on_line(rank, "Segmentation fault")
                 else:
                     on_line(rank, "bench-done " + json.dumps(done(rows, [1e-6 * (rank + 1)] * 3)))
-            if rows == 2 and not jobs[-1].without:
+            if rows == 2 and "nccl (graph)" in jobs[-1].peers:
                 raise _launch.LaunchError("rank 0: ended by SIGSEGV", [None] * tp, [[]] * tp)
         return [{}] * tp
 
@@ -298,9 +300,10 @@ def test_a_peer_that_crashes_is_dropped_and_the_others_go_on(
     code = main(["bench", "--ranks", "2,4", "--one-gpu", "--rows", "1,2", "--width", "64", "--repeats", "3"])
     out, err = capsys.readouterr()
     assert code == 0
-    assert [(job.cells, job.without) for job in jobs] == [
-        ([[1, 64], [2, 64]], []),
-        ([[2, 64]], ["nccl (graph)"]),
+    every = [str(peer) for peer in gpu_peers.PEERS if peer.program != DECODE]
+    assert [(job.cells, job.peers) for job in jobs] == [
+        ([[1, 64], [2, 64]], every),
+        ([[2, 64]], [peer for peer in every if peer != "nccl (graph)"]),
     ] * 2
     assert {job.most_rows for job in jobs} == {2}
     table = [line.split() for line in out.splitlines() if not line.startswith("#")]
@@ -408,3 +411,137 @@ def test_plot(tmp_path: Path) -> None:
     bench_ranks.plot(times, "a title", tmp_path / "time.png")
     height, width, _ = image.imread(tmp_path / "time.png").shape
     assert (height, width) == (9 * 150, 10 * 150)
+
+
+# ---- --tune ------------------------------------------------------------------------------------------------
+
+ONE, TWO = gpu_peers.VARIANTS
+
+
+def both(one: dict[int, float], two: dict[int, float], tp: int) -> list[Measurement]:
+    times = [(ONE, rows, t) for rows, t in one.items()] + [(TWO, rows, t) for rows, t in two.items()]
+    return [measurement(peer, seconds, rows, tp) for peer, rows, seconds in times]
+
+
+def test_limits_are_the_last_size_up_to_which_one_shot_never_lost() -> None:
+    times = [
+        *both({1: 1.0, 2: 2.0, 4: 3.0, 8: 1.0}, {1: 2.0, 2: 2.0, 4: 2.9, 8: 9.0}, tp=2),
+        *both({1: 3.0}, {1: 2.0}, tp=4),
+        *both({1: 1.0}, {1: 2.0, 2: 2.0}, tp=8),
+        measurement("nccl", 0.1, 4, 2),
+    ]
+    assert tune.limits(times, ONE, TWO) == {2: 2 * 128, 4: 0, 8: 128}
+
+
+def test_of_messages_of_one_size_the_slower_one_counts() -> None:
+    times = [measurement(ONE, 2.0), measurement(TWO, 3.0), measurement(ONE, 4.0), measurement(TWO, 1.0)]
+    assert tune.limits(times, ONE, TWO) == {2: 0}
+
+
+def test_what_was_not_measured_stays() -> None:
+    assert tune.merged(((2, 10), (4, 5), (8, 1)), {4: 7, 3: 8}) == ((2, 10), (3, 8), (4, 7), (8, 1))
+
+
+def test_tune_times_both_algorithms_and_writes_what_the_setting_reads(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    seconds = {("one", 1): 1e-6, ("two", 1): 2e-6, ("one", 2): 3e-6, ("two", 2): 2e-6}
+
+    def launch(tp: int, argv: list[str], *, on_line: Any, env: dict[str, str], **options: Any) -> list[dict[str, Any]]:
+        job = Job(**json.loads(argv[-1]))
+        assert job.peers == [f"{ONE} (graph)", f"{TWO} (graph)"]
+        monkeypatch.setenv("JAX_TWOSHOT_TUNING", env["JAX_TWOSHOT_TUNING"])
+        assert _settings.tuning() == tune.EVERYTHING, "while it is measured, slots hold whole messages"
+        monkeypatch.delenv("JAX_TWOSHOT_TUNING")
+        for rows, _ in job.cells:
+            peers = [
+                {"peer": peer, "program": GRAPH, "wrong": 0, "seconds": [seconds[key, rows] * 4 / tp] * 2}
+                for peer, key in ((ONE, "one"), (TWO, "two"))
+            ]
+            for rank in range(tp):
+                on_line(rank, "bench-done " + json.dumps(done(rows, []) | {"peers": peers}))
+        return [{}] * tp
+
+    monkeypatch.setattr(_launch, "launch", launch)
+    monkeypatch.setattr(_launch, "gpu_count", lambda: 1)
+    file = tmp_path / "tuned.json"
+    options = ["--ranks", "4", "--one-gpu", "--rows", "1,2", "--width", "64", "--json", str(file)]
+    assert main(["bench", "--tune", *options]) == 0
+    table = tune.merged(protocol.ONE_SHOT_SHARED_GPU, {4: 128})
+    lines = capsys.readouterr().out.splitlines()
+    assert f"ONE_SHOT_SHARED_GPU = {table}" in lines
+    assert f"# 4 ranks: 128 bytes, built in {dict(protocol.ONE_SHOT_SHARED_GPU)[4]}" in lines
+    assert lines[-1] == f"# JAX_TWOSHOT_TUNING={file} on every process makes it effective"
+
+    monkeypatch.setenv("JAX_TWOSHOT_TUNING", str(file))
+    assert _settings.tuning() == protocol.BUILT_IN | {"ONE_SHOT_SHARED_GPU": table}
+    assert protocol.one_shot_bytes(4, 2, False, _settings.tuning()) == 128
+
+
+@pytest.mark.parametrize("option", ["--tune", "--decode"])
+def test_needs_ranks(capsys: pytest.CaptureFixture[str], option: str) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["bench", option])
+    assert f"argument {option}: it is about --ranks" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["{", "{}", '{"tables": {"ONE_SHOT": []}}', '{"tables": {"ONE_SHOT_NVLINK": [1]}}'])
+def test_a_tuning_file_that_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str) -> None:
+    file = tmp_path / "tuned.json"
+    file.write_text(text)
+    monkeypatch.setenv("JAX_TWOSHOT_TUNING", str(file))
+    with pytest.raises(ValueError, match="JAX_TWOSHOT_TUNING: a file that .*bench --tune.* wrote; got '.*tuned.json'"):
+        _settings.tuning()
+
+
+def test_processes_that_are_tuned_otherwise_are_refused() -> None:
+    from jax_twoshot import symmetric
+
+    symmetric._require_one_tuning(["a", "a"])
+    with pytest.raises(ValueError, match="JAX_TWOSHOT_TUNING: .* got a and b; give every process the same file"):
+        symmetric._require_one_tuning(["b", "a", "b"])
+
+
+# ---- --decode ----------------------------------------------------------------------------------------------
+
+
+def test_shapes_are_those_of_a_layer() -> None:
+    assert decode.shapes(7168, 8) == ((7168, 2688), (896, 7168), (7168, 4608), (2304, 7168))
+
+
+def test_decode_steps_agree_between_ranks_and_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode, "LAYERS", 1)
+    c, here = cell(tp=2, rows=2, width=56), lambda value: [value]
+    ours = decode.DecodeRun(c, lambda x: jax_twoshot.all_reduce(x, "tp"), here)
+    psum = decode.DecodeRun(c, lambda x: lax.psum(x, "tp"), here)
+    assert (ours.wrong(), psum.wrong()) == (0, 0)
+    results = [np.asarray(run._step(run._x, run._layers)).astype(np.float32) for run in (ours, psum)]
+    np.testing.assert_allclose(*results, rtol=0.1, atol=0.1)
+    assert ours.seconds() > 0
+
+    alone = decode.DecodeRun(c, lambda x: x, None)
+    assert alone.wrong() == 0, "without a sum each rank has its own"
+    assert decode.DecodeRun(c, lambda x: x, here).wrong() == 2 * 56
+    assert decode.DecodeRun(c, lambda x: lax.psum(x, "tp") * jnp.inf, here).wrong() >= 2 * 2 * 56
+
+
+def test_share_of_a_step() -> None:
+    steps = [
+        measurement("jax_twoshot", 100e-6, program=DECODE),
+        measurement("psum", 200e-6, program=DECODE),
+        measurement("without sums", 80e-6, program=DECODE),
+        measurement("jax_twoshot", 1e-6),
+    ]
+    assert bench_ranks.shares(steps) == [
+        "decode, 2 ranks, 1 rows: jax_twoshot's sums are 20.0% of a step of 4 layers, 2.50 us a sum",
+        "decode, 2 ranks, 1 rows: psum's sums are 60.0% of a step of 4 layers, 15.00 us a sum",
+    ]
+    assert bench_ranks.lead(steps)[0].startswith("decode, 2 ranks: ahead of the fastest peer in 1 of 1 messages")
+
+
+def test_decode_is_a_choice_of_peers(tmp_path: Path) -> None:
+    assert bench_ranks.selected(arguments(tmp_path, decode=True)) == [
+        "jax_twoshot (decode)",
+        "psum (decode)",
+        "without sums (decode)",
+    ]

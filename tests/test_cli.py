@@ -372,7 +372,11 @@ def test_checked_program_is_the_oracles() -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments, archs", [(["--arch", "sm_90a", "sm_100a"], ("sm_90a", "sm_100a")), (["--all"], cubin.ARCHS)]
+    "arguments, archs, tps",
+    [
+        (["--arch", "sm_90a", "sm_100a"], ("sm_90a", "sm_100a"), cubin.TP),
+        (["--all", "--tp", "8,2"], cubin.ARCHS, (2, 8)),
+    ],
 )
 def test_compile(
     monkeypatch: pytest.MonkeyPatch,
@@ -380,16 +384,17 @@ def test_compile(
     tmp_path: Path,
     arguments: list[str],
     archs: tuple[str, ...],
+    tps: tuple[int, ...],
 ) -> None:
     asked = []
 
-    def compile_all(archs: Any, out_dir: Path, progress: Any) -> list[str]:
-        asked.append((tuple(archs), out_dir))
+    def compile_all(archs: Any, out_dir: Path, progress: Any, tps: Any) -> list[str]:
+        asked.append((tuple(archs), out_dir, tuple(tps)))
         return ["a cubin"]
 
     monkeypatch.setattr(cubin, "compile_all", compile_all)
     assert main(["compile", *arguments, "-o", str(tmp_path)]) == 0
-    assert asked == [(archs, tmp_path)]
+    assert asked == [(archs, tmp_path, tps)]
     assert capsys.readouterr().out.endswith(f"export JAX_TWOSHOT_CUBIN_PATH={tmp_path}\n")
 
 

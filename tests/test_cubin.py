@@ -368,16 +368,15 @@ def test_compiling_without_a_compiler(no_compiler):
 
 
 def test_compile_all(compiles, monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(cubin, "TP", (2,))
-    norms = cubin.rms_norm_kernels(["sm_90a"])
+    norms = cubin.rms_norm_kernels(["sm_90a"], (2,))
     assert len(norms) == 12 * 4
-    monkeypatch.setattr(cubin, "rms_norm_kernels", lambda archs: norms[:1])
+    monkeypatch.setattr(cubin, "rms_norm_kernels", lambda archs, tps: norms[:1])
     out = tmp_path / "a" / "b"
-    done = cubin.compile_all(["sm_90a", "sm_80"], out, cubin.print_progress)
+    done = cubin.compile_all(["sm_90a", "sm_80"], out, cubin.print_progress, (2,))
     assert len(done) == 19
     assert {path.name for path in out.iterdir()} == {
         f"{variant.name}{suffix}"
-        for variant in (*cubin.variants(["sm_90a", "sm_80"]), norms[0])
+        for variant in (*cubin.variants(["sm_90a", "sm_80"], (2,)), norms[0])
         for suffix in (".cubin", ".json")
     }
     lines = capsys.readouterr().out.splitlines()

@@ -7,6 +7,7 @@ import inspect
 import re
 import subprocess
 import sys
+from dataclasses import dataclass
 
 import pytest
 
@@ -28,8 +29,6 @@ PARAMETERS = {
 }
 """Names and bytes: what ``ffi/all_reduce_cuda.cc`` packs, in front of every rank's address."""
 
-OPERAND_LOADS = 2
-"""Beside the control block's load, and ahead of the next push in the loop."""
 FRAME_SIZE = 0x11
 """The cubin attribute that says how many bytes a thread spills."""
 
@@ -38,11 +37,13 @@ EVERYWHERE = [
     for arch in cubin.ARCHS
     if arch != "sm_90a"
     for algorithm in protocol.ALGORITHMS
-    for tp, name in ((2, "bfloat16"), (7, "float32"), (16, "float16"))
+    for tp, name in ((2, "bfloat16"), (16, "float32"))
     for multicast in (False, True)
     if not multicast or cubin.capability(arch) >= (9, 0)
 ]
-VARIANTS = [*cubin.variants(["sm_90a"]), *EVERYWHERE]
+# FP16 differs from BF16 in two conversions.
+HOPPER = [v for v in cubin.variants(["sm_90a"]) if v.format != "float16" or v.tp in (2, 16)]
+VARIANTS = [*HOPPER, *EVERYWHERE]
 
 each_variant = pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)
 
@@ -51,9 +52,44 @@ def one_shot(variant: Variant) -> bool:
     return variant.algorithm == "one_shot"
 
 
-def places(variant: Variant) -> int:
-    """Chunks that a thread polls for one chunk of the result: its slots, and in two shots its sum."""
-    return variant.tp if one_shot(variant) else variant.tp + 1
+@dataclass(frozen=True)
+class Code:
+    """How many chunks the code names, where a thread has one chunk and where it has several.
+
+    Attributes:
+      pushed, summed, collected: chunks; the two-shot sums are collected.
+      places: chunks that are polled: TP slots for each sum, and each collected sum.
+      loads: times that the operand is read: before the first push, before the next, and of what a rank keeps.
+      loaded: chunks of these.
+      stores: times that results are written: sums that are not collected, and collected ones.
+    """
+
+    pushed: int
+    summed: int
+    collected: int
+    places: int
+    loads: int
+    loaded: int
+    stores: int
+
+    @classmethod
+    def of(cls, variant: Variant) -> Code:
+        from jax_twoshot.kernels import all_reduce
+
+        pushed = all_reduce.AT_ONCE
+        summed = max(1, min(all_reduce.AT_ONCE, 8 // variant.tp))
+        collected = 0 if one_shot(variant) else 1 + all_reduce.AT_ONCE
+        keeps_own = not (one_shot(variant) and variant.multicast)
+        handed_on = one_shot(variant) or not variant.multicast
+        return cls(
+            1 + pushed,
+            1 + summed,
+            collected,
+            variant.tp * (1 + summed) + collected,
+            3 + keeps_own,
+            1 + 2 * pushed + summed * keeps_own,
+            2 * (handed_on + (not one_shot(variant))),
+        )
 
 
 @functools.cache
@@ -72,7 +108,7 @@ def compiled(variant: Variant):
 
 
 def count(variant: Variant, instruction: str) -> int:
-    return len(re.findall(rf"^\s*(?:@%p\d+ )?{instruction}", compiled(variant).ptx, re.MULTILINE))
+    return len(re.findall(rf"(?:^\s*|@%p\d+ |@wanted ){instruction}", compiled(variant).ptx, re.MULTILINE))
 
 
 @each_variant
@@ -88,7 +124,7 @@ def test_is_a_cubin_for_its_target(variant):
 def test_registers_let_the_planned_blocks_be_resident(variant):
     image = compiled(variant).cubin
     assert 0 < cubin._attribute(image, cubin._REGCOUNT) <= 65536 // (protocol.THREADS * protocol.CTAS_PER_SM)
-    assert cubin._attribute(image, FRAME_SIZE) <= (0 if variant.tp <= 8 else 96)
+    assert cubin._attribute(image, FRAME_SIZE) <= (8 if variant.tp <= 8 else 96)
     assert f".reqntid {protocol.THREADS}, 1, 1" in compiled(variant).ptx
 
 
@@ -101,57 +137,63 @@ def test_parameters(variant):
 @each_variant
 def test_what_all_ranks_get_is_stored_once_through_multicast_or_once_to_each_peer(variant):
     """The sums of two shots, what one shot pushes."""
+    code = Code.of(variant)
     kind = {"bfloat16": "bf16x2", "float16": "f16x2", "float32": "f32"}[variant.format]
+    for_all, to_the_owner = (code.pushed, 0) if one_shot(variant) else (code.summed, code.pushed)
     multicast = count(variant, rf"multimem\.st\.relaxed\.sys\.global\.v4\.{kind} ")
-    assert multicast == compiled(variant).ptx.count("multimem") == variant.multicast
-    to_everyone = 0 if variant.multicast else variant.tp
-    to_the_owner, rearm = (0 if one_shot(variant) else 1), places(variant)
-    assert count(variant, r"st\.relaxed\.sys\.global\.v4\.u32 ") == to_everyone + to_the_owner + rearm
+    assert multicast == compiled(variant).ptx.count("multimem") == (for_all if variant.multicast else 0)
+    to_peers = 0 if variant.multicast else for_all * variant.tp
+    assert count(variant, r"st\.relaxed\.sys\.global\.v4\.u32 ") == to_peers + to_the_owner + code.places
 
 
 @each_variant
 def test_polls_are_whole_chunks(variant):
-    first_look, loop = 1, 1
-    assert count(variant, r"ld\.relaxed\.sys\.global\.v4\.u32 ") == (first_look + loop) * places(variant)
-    assert count(variant, r"ld\.relaxed\.sys") == (first_look + loop) * places(variant)
-    assert count(variant, r"ld\.global\.v4\.u32 ") == OPERAND_LOADS
-    assert count(variant, r"st\.global\.v4\.u32 ") == 2  # A sum, or NaN where the workspace has failed.
+    first_look, loop, code = 1, 1, Code.of(variant)
+    assert count(variant, r"ld\.relaxed\.sys\.global\.v4\.u32 ") == (first_look + loop) * code.places
+    assert count(variant, r"ld\.relaxed\.sys") == (first_look + loop) * code.places
+    assert count(variant, r"ld\.global\.v4\.u32 ") == code.loaded
+    handed_on = code.summed if one_shot(variant) or not variant.multicast else 0
+    assert count(variant, r"st\.global\.v4\.u32 ") == handed_on + code.collected
 
 
 @each_variant
 def test_a_sum_that_never_came_is_nan(variant):
     """Not the sentinel that was polled last: a wrong number (R9)."""
-    fmt = protocol.FORMATS[variant.format]
+    fmt, code = protocol.FORMATS[variant.format], Code.of(variant)
     word = fmt.nan | fmt.nan << 16 if fmt.itemsize == 2 else fmt.nan
-    assert count(variant, rf"selp\.b32\s+%r\d+, %r\d+, {word}, %p\d+;") == protocol.CHUNK_BYTES // 4
+    handed_on = code.summed if one_shot(variant) or not variant.multicast else 0
+    nan = count(variant, rf"selp\.b32\s+%r\d+, %r\d+, {word}, %p\d+;")
+    assert nan == protocol.CHUNK_BYTES // 4 * (handed_on + code.collected)
 
 
 @each_variant
 def test_elements_of_the_last_chunk_are_masked_one_by_one(variant):
-    chunk = protocol.FORMATS[variant.format]
-    assert count(variant, rf"ld\.global\.u{8 * chunk.itemsize} ") == OPERAND_LOADS * (chunk.chunk - 1)
-    assert count(variant, rf"st\.global\.u{8 * chunk.itemsize} ") == 2 * (chunk.chunk - 1)
+    chunk, code = protocol.FORMATS[variant.format], Code.of(variant)
+    assert count(variant, rf"ld\.global\.u{8 * chunk.itemsize} ") == code.loads * (chunk.chunk - 1)
+    assert count(variant, rf"st\.global\.u{8 * chunk.itemsize} ") == code.stores * (chunk.chunk - 1)
 
 
 @each_variant
 def test_arithmetic_is_fp32_in_rank_order_and_never_flushes_to_zero(variant):
     per_chunk = protocol.FORMATS[variant.format].chunk
     assert ".ftz" not in compiled(variant).ptx
-    assert count(variant, r"add(\.rn)?\.f32 ") == (variant.tp - 1) * per_chunk
+    summed = Code.of(variant).summed
+    assert count(variant, r"add(\.rn)?\.f32 ") == summed * (variant.tp - 1) * per_chunk
     assert count(variant, r"(fma|mul|mad|sub)[.a-z]*\.f") == 0
     packed = {"bfloat16": "bf16x2", "float16": "f16x2"}.get(variant.format)
-    assert count(variant, r"cvt\.rn\.") == (4 if packed else 0)
+    assert count(variant, r"cvt\.rn\.") == (4 * summed if packed else 0)
     if packed:
-        assert count(variant, rf"cvt\.rn\.{packed}\.f32 ") == 4
+        assert count(variant, rf"cvt\.rn\.{packed}\.f32 ") == 4 * summed
 
 
 @each_variant
 def test_sentinel(variant):
     signed = protocol.FORMATS[variant.format].sentinel - (1 << 32)
+    places = Code.of(variant).places
     compared = count(variant, rf"setp\.(ne|eq)\.b32\s+%p\d+, %r\d+, {signed};")
-    assert compared >= 2 * 4 * places(variant)  # All four words, at the first look and in the loop.
+    assert compared >= 2 * 4 * places  # All four words, at the first look and in the loop.
     rearmed = rf"st\.relaxed\.sys\.global\.v4\.u32 \[%rd\d+\], {{{signed}, {signed}, {signed}, {signed}}};"
-    assert count(variant, rearmed) == places(variant)
+    assert count(variant, rearmed) == places
 
 
 @each_variant
@@ -168,9 +210,11 @@ def test_next_launch_may_start_only_after_the_wait_for_the_last(variant):
 @each_variant
 def test_only_these_loads(variant):
     """The operand, the control block, what is polled and, in the slow path, the state: no table, no spilled word."""
-    elements = OPERAND_LOADS * (protocol.FORMATS[variant.format].chunk - 1)
-    polls, waits = 2 * places(variant), -(-variant.tp // 8) + (not one_shot(variant))
-    assert count(variant, r"ld\.(?!param)") == OPERAND_LOADS + elements + 1 + polls + waits
+    code = Code.of(variant)
+    elements = code.loads * (protocol.FORMATS[variant.format].chunk - 1)
+    control, sums = 2, 2 * -(-variant.tp // 8)
+    states = sums + (0 if one_shot(variant) else 2)
+    assert count(variant, r"ld\.(?!param)") == code.loaded + elements + control + 2 * code.places + states
 
 
 def test_programmatic_launch_is_for_hopper_and_later():

@@ -150,10 +150,12 @@ class TestRounds:
         ]
 
     def test_auto_is_two_shot_where_a_round_does_not_fit_a_slot(self) -> None:
-        assert protocol.algorithm(11, 4, 1, False) == "one_shot"
-        assert list(protocol.rounds(Layout(4, 10), 10)) == [Round(0, 10, "one_shot")]
-        assert list(protocol.rounds(Layout(4, 10), 11)) == [Round(0, 11, "two_shot")]
-        assert list(protocol.rounds(Layout(4, 10), 41)) == [Round(0, 40, "two_shot"), Round(40, 1, "one_shot")]
+        most = 11 * CHUNK_BYTES
+        assert protocol.algorithm(11, most) == "one_shot"
+        assert list(protocol.rounds(Layout(4, 10), 10, one_shot_bytes=most)) == [Round(0, 10, "one_shot")]
+        assert list(protocol.rounds(Layout(4, 10), 11, one_shot_bytes=most)) == [Round(0, 11, "two_shot")]
+        two, one = Round(0, 40, "two_shot"), Round(40, 1, "one_shot")
+        assert list(protocol.rounds(Layout(4, 10), 41, one_shot_bytes=most)) == [two, one]
 
 
 class TestAlgorithm:
@@ -165,7 +167,8 @@ class TestAlgorithm:
         ],
     )
     def test_rows_of_7168_that_one_shot_sums(self, tp: int, sharing: int, rows: int) -> None:
-        chosen = [protocol.algorithm(rows * 896, tp, sharing, False) for rows in range(1, 129)]
+        most = protocol.one_shot_bytes(tp, sharing, False)
+        chosen = [protocol.algorithm(rows * 896, most) for rows in range(1, 129)]
         assert chosen == ["one_shot"] * rows + ["two_shot"] * (128 - rows)
 
     @given(st.integers(2, MAX_RANKS), st.integers(1, 8), st.booleans(), chunk_counts, chunk_counts)
@@ -173,9 +176,10 @@ class TestAlgorithm:
         self, tp: int, sharing: int, multicast: bool, a: int, b: int
     ) -> None:
         small, large = sorted((a % 100000 + 1, b % 100000 + 1))
-        if protocol.algorithm(large, tp, sharing, multicast) == "one_shot":
-            assert protocol.algorithm(small, tp, sharing, multicast) == "one_shot"
-            assert protocol.algorithm(large, max(tp - 1, 2), sharing, multicast) == "one_shot"
+        most = protocol.one_shot_bytes(tp, sharing, multicast)
+        if protocol.algorithm(large, most) == "one_shot":
+            assert protocol.algorithm(small, most) == "one_shot"
+            assert most <= protocol.one_shot_bytes(max(tp - 1, 2), sharing, multicast)
 
     @given(st.integers(2, MAX_RANKS), st.integers(1, 8), st.booleans())
     def test_a_workspace_has_slots_for_it(self, tp: int, sharing: int, multicast: bool) -> None:
@@ -184,7 +188,7 @@ class TestAlgorithm:
         layout = Layout.for_capacity(tp, 1 << 22, one_shot_bytes=protocol.most_one_shot_bytes(tp))
         chunks = most // CHUNK_BYTES
         expected = [Round(0, chunks, "one_shot")] if chunks else []
-        assert list(protocol.rounds(layout, chunks, "auto", sharing, multicast)) == expected
+        assert list(protocol.rounds(layout, chunks, one_shot_bytes=most)) == expected
 
 
 @pytest.mark.parametrize("name", ["bfloat16", "float16", "float32"])
@@ -260,30 +264,23 @@ class TestMirror:
         constants = _ffi.protocol_constants()
         for name in ("CHUNK_BYTES", "WORD_BYTES", "MIN_RANKS", "MAX_RANKS", "GENERATIONS", "ALGORITHMS"):
             assert constants[name] == getattr(protocol, name), name
-        for name in ("ONE_SHOT_SHARED_GPU", "ONE_SHOT_NVLINK", "ONE_SHOT_MULTICAST"):
-            assert constants[name] == getattr(protocol, name), name
 
     @given(
         st.builds(Layout, ranks, st.integers(1, 1 << 17)),
         st.integers(1, 1 << 22),
         choices,
-        st.integers(1, 8),
-        st.booleans(),
+        st.integers(0, 1 << 26),
     )
-    def test_next_round(
-        self, layout: Layout, left: int, asked: str, sharing: int, multicast: bool
-    ) -> None:
-        first = next(protocol.rounds(layout, left, asked, sharing, multicast))
-        assert _ffi.next_round(layout, left, asked, sharing, multicast) == (first.chunks, first.algorithm)
+    def test_next_round(self, layout: Layout, left: int, asked: str, most: int) -> None:
+        first = next(protocol.rounds(layout, left, asked, most))
+        assert _ffi.next_round(layout, left, asked, most) == (first.chunks, first.algorithm)
 
-    @pytest.mark.parametrize("multicast", [False, True])
-    @pytest.mark.parametrize("sharing", [1, 2])
-    @pytest.mark.parametrize("tp", [2, 3, 4, 5, 8, 9])
-    def test_next_round_at_the_limit(self, tp: int, sharing: int, multicast: bool) -> None:
-        layout, limit = Layout(tp, 1 << 17), protocol.one_shot_bytes(tp, sharing, multicast) // CHUNK_BYTES
-        assert _ffi.next_round(layout, limit + 1, "auto", sharing, multicast) == (limit + 1, "two_shot")
-        if limit:
-            assert _ffi.next_round(layout, limit, "auto", sharing, multicast) == (limit, "one_shot")
+    @pytest.mark.parametrize("limit", [1, 2, 1000])
+    def test_next_round_at_the_limit(self, limit: int) -> None:
+        layout, most = Layout(4, 1 << 17), limit * CHUNK_BYTES
+        assert _ffi.next_round(layout, limit + 1, "auto", most) == (limit + 1, "two_shot")
+        assert _ffi.next_round(layout, limit, "auto", most) == (limit, "one_shot")
+        assert _ffi.next_round(layout, 1, "auto", 0) == (1, "two_shot")
 
     @given(small_layouts, st.data())
     def test_offsets(self, layout: Layout, data: st.DataObject) -> None:

@@ -108,6 +108,17 @@ def _bench_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="seconds for each number of --ranks; default 300",
     )
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument(
+        "--decode",
+        action="store_true",
+        help="with --ranks: time a decode step with the sums and without them, not the sums alone",
+    )
+    what.add_argument(
+        "--tune",
+        action="store_true",
+        help="with --ranks: time one shot against two, and print the table for JAX_TWOSHOT_TUNING",
+    )
     parser.add_argument(
         "--json", metavar="PATH", type=_output_file, help="write all samples; - is standard output"
     )
@@ -122,6 +133,9 @@ def _compile_arguments(parser: argparse.ArgumentParser) -> None:
         "--arch", action="extend", nargs="+", metavar="ARCH", help="targets, such as sm_90a sm_100a"
     )
     targets.add_argument("--all", action="store_true", help="every target")
+    parser.add_argument(
+        "--tp", type=_whole_numbers(MIN_RANKS), metavar="N,N,...", help="for groups of so many ranks; default: all"
+    )
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="DIR", help="made if need be")
 
 

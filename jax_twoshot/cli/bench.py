@@ -259,6 +259,9 @@ def _near(got: np.ndarray, want: np.ndarray, program: Program) -> np.ndarray:
 
 
 def run(args: argparse.Namespace) -> int:
+    for option in ("tune", "decode"):
+        if getattr(args, option):
+            raise UsageError(f"argument --{option}: it is about --ranks, which is missing, such as --ranks 2,4,8")
     if args.plot:
         require_matplotlib()
     if len(args.width) > 1:

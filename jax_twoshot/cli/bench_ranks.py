@@ -36,8 +36,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jax_twoshot import _launch, _settings
-from jax_twoshot.cli import bench, gpu_peers, machine, ranks, terminal
-from jax_twoshot.cli.gpu_peers import GRAPH, JAX, OURS, Cell, Contender, Peer
+from jax_twoshot.cli import bench, decode, gpu_peers, machine, ranks, terminal, tune
+from jax_twoshot.cli.gpu_peers import DECODE, GRAPH, JAX, OURS, Cell, Contender, Peer
 
 STEP_SECONDS = 60
 """Deadline of a step of a worker that has none of its own."""
@@ -49,6 +49,8 @@ WAIT_SECONDS = "40"
 """A rank's deadline for the others, where ``JAX_TWOSHOT_TIMEOUT`` does not say."""
 PACKAGES = ("flashinfer-python", "nvidia-nccl-cu12", "nvidia-nccl-cu13")
 """Of the peers; their versions go into the report."""
+NO_PEERS = (OURS, gpu_peers.NO_SUM, *gpu_peers.VARIANTS, *gpu_peers.FLOORS)
+"""What stands in the table and competes with nobody."""
 
 _STEP, _DONE = "bench-step ", "bench-done "
 """What the lines of a worker for its parent start with."""
@@ -63,7 +65,7 @@ class Job:
       most_rows: of all messages, those of other launches too.
       dtype, calls, repeats: of the command line.
       shared: all ranks are on one GPU.
-      without: the peers that are left out, as ``str(peer)`` names them.
+      peers: the ones that take part, as ``str(peer)`` names them.
       store: a new file through which the workers find each other.
     """
 
@@ -73,7 +75,7 @@ class Job:
     calls: int
     repeats: int
     shared: bool
-    without: list[str]
+    peers: list[str]
     store: str
 
 
@@ -134,7 +136,7 @@ def work(job: Job) -> None:
         world_size=mesh.size,
         timeout=timedelta(seconds=gpu_peers.COMPILE_SECONDS),
     )
-    peers = [peer for peer in gpu_peers.PEERS if str(peer) not in job.without]
+    peers = [peer for peer in gpu_peers.PEERS if str(peer) in job.peers]
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         for rows, width in job.cells:
@@ -150,7 +152,8 @@ def work(job: Job) -> None:
                 shared=job.shared,
                 most_rows=job.most_rows,
             )
-            found = measure(cell, peers, job.repeats, _step, agree) | {"facts": _facts(jax.devices())}
+            facts = _facts(jax.devices()) | {"table": gpu_peers.table_name(cell)}
+            found = measure(cell, peers, job.repeats, _step, agree) | {"facts": facts}
             print(_DONE + json.dumps(found), flush=True)
     _launch.summary()
 
@@ -325,8 +328,9 @@ def run(args: argparse.Namespace) -> int:
     finally:  # what was measured is shown, whatever ended the rest
         found.missing = join(found.missing)
         _write(args, found)
-    ours = {m.cell for m in found.measurements if m.peer == OURS and m.program == GRAPH}
-    complete = len(ours) == len(args.ranks) * len(cells)
+    always, program = gpu_peers.VARIANTS if args.tune else (OURS,), DECODE if args.decode else GRAPH
+    done = {(m.peer, m.cell) for m in found.measurements if m.peer in always and m.program == program}
+    complete = len(done) == len(args.ranks) * len(cells) * len(always)
     return 0 if complete and not any(m.wrong for m in found.measurements) else 1
 
 
@@ -378,9 +382,12 @@ def _launch_workers(
             args.calls,
             args.repeats,
             args.one_gpu,
-            list(without),
+            [name for name in selected(args) if name not in without],
             store,
         )
+        variables = environment(args.one_gpu)
+        if args.tune:
+            variables["JAX_TWOSHOT_TUNING"] = str(tune.write_everything(Path(folder)))
         try:
             _launch.launch(
                 tp,
@@ -388,7 +395,7 @@ def _launch_workers(
                 one_gpu=args.one_gpu,
                 timeout=max(1.0, seconds),
                 grace=GRACE_SECONDS,
-                env=environment(args.one_gpu),
+                env=variables,
                 echo=False,
                 on_line=ears.hear,
             )
@@ -396,6 +403,13 @@ def _launch_workers(
             print(f"{tp} ranks: {error}", file=sys.stderr)
             return str(error)
     return None
+
+
+def selected(args: argparse.Namespace) -> list[str]:
+    """The peers that take part: the two algorithms to tune by, the decode steps, or all that only sum."""
+    if args.tune:
+        return [str(p) for p in gpu_peers.PEERS if p.name in gpu_peers.VARIANTS]
+    return [str(p) for p in gpu_peers.PEERS if (p.program == DECODE) == args.decode]
 
 
 def environment(shared: bool) -> dict[str, str]:
@@ -444,7 +458,7 @@ def lead(measurements: Sequence[Measurement]) -> list[str]:
     for program, tp in dict.fromkeys((m.program, m.tp) for m in measurements):
         fastest: dict[tuple[str, int, int, int], float] = {}
         for m in measurements:
-            if (m.program, m.tp) != (program, tp) or m.peer in (OURS, *gpu_peers.VARIANTS, *gpu_peers.FLOORS):
+            if (m.program, m.tp) != (program, tp) or m.peer in NO_PEERS:
                 continue
             if (times := ratio(m, measurements)) is not None:
                 fastest[m.cell] = min(times, fastest.get(m.cell, math.inf))
@@ -456,6 +470,17 @@ def lead(measurements: Sequence[Measurement]) -> list[str]:
                 f"over ours: geometric mean {mean:.2f}, least {min(fastest.values()):.2f}"
             )
     return lines
+
+
+def shares(measurements: Sequence[Measurement]) -> list[str]:
+    """How much of each decode step is the sums."""
+    alone = {m.cell: m.median for m in measurements if m.peer == gpu_peers.NO_SUM}
+    return [
+        f"decode, {m.tp} ranks, {m.rows} rows: {m.peer}'s sums are {1 - alone[m.cell] / m.median:.1%} of a step of "
+        f"{decode.LAYERS} layers, {1e6 * (m.median - alone[m.cell]) / (2 * decode.LAYERS):.2f} us a sum"
+        for m in measurements
+        if m.program == DECODE and m.peer != gpu_peers.NO_SUM and m.cell in alone
+    ]
 
 
 def text(title: str, args: argparse.Namespace, found: Found) -> str:
@@ -470,9 +495,10 @@ def text(title: str, args: argparse.Namespace, found: Found) -> str:
             f"# time: median of {args.repeats} runs of {gpu_peers.REPLAYS} x {args.calls} calls, of the slowest rank; "
             "min..max: of these runs",
             f"# {GRAPH}: the kernel alone in a CUDA graph; {JAX}: a jitted program, with a multiply a call; "
+            f"{DECODE}: time of a step of {decode.LAYERS} layers with two sums each, {decode.STEPS} in a run; "
             f"{', '.join(gpu_peers.FLOORS)}: {OURS} on 16 bytes a rank",
             terminal.table(header, rows, left=2),
-            *(f"# {line}" for line in lead(found.measurements)),
+            *(f"# {line}" for line in [*lead(found.measurements), *shares(found.measurements)]),
             *(
                 f"# {m.tp} ranks, {m.peer} is not in the table for {_messages(m.cells)}: {m.reason}"
                 for m in found.missing
@@ -492,7 +518,7 @@ def _row(m: Measurement, measurements: Sequence[Measurement]) -> tuple[str, ...]
         str(m.width),
         f"{m.median * 1e6:.2f}",
         f"{min(m.seconds) * 1e6:.2f}..{max(m.seconds) * 1e6:.2f}",
-        "-" if m.peer in gpu_peers.FLOORS else f"{m.busbw:.2f}",
+        "-" if m.peer in gpu_peers.FLOORS or m.program == DECODE else f"{m.busbw:.2f}",
         str(m.wrong),
         "-" if times is None else f"{times:.2f}",
     )
@@ -507,7 +533,8 @@ def _messages(cells: Sequence[tuple[int, int]]) -> str:
 def report(args: argparse.Namespace, found: Found) -> dict[str, Any]:
     """As JSON can hold it, with all samples."""
     program = {name: getattr(args, name) for name in ("ranks", "one_gpu", "rows", "width", "dtype", "repeats", "calls")}
-    return found.facts | {
+    tables = tune.tables(found.facts["table"], _limits(found)) if args.tune and found.facts else {}
+    return found.facts | ({"tables": tables} if tables else {}) | {
         "program": program | {"replays": gpu_peers.REPLAYS, "multicast_allowed": _settings.multicast_allowed()},
         "measurements": [
             dataclasses.asdict(m)
@@ -546,7 +573,15 @@ def _write(args: argparse.Namespace, found: Found) -> None:
             args.json.write_text(written + "\n")
     if args.plot and found.measurements:
         plot(found.measurements, title, args.plot)
-    print(text(title, args, found), file=sys.stderr if to_stdout else sys.stdout)
+    out = sys.stderr if to_stdout else sys.stdout
+    print(text(title, args, found), file=out)
+    if args.tune and found.facts:
+        file = None if to_stdout or not args.json else str(args.json)
+        print(tune.text(found.facts["table"], _limits(found), file), file=out)
+
+
+def _limits(found: Found) -> dict[int, int]:
+    return tune.limits(found.measurements, *gpu_peers.VARIANTS)
 
 
 def plot(measurements: Sequence[Measurement], title: str, path: Path) -> None:

@@ -10,13 +10,14 @@ from jax_twoshot.cli import UsageError
 
 
 def run(args: argparse.Namespace) -> int:
-    unknown = sorted(set(args.arch or ()) - set(cubin.ARCHS))
-    if unknown:
-        raise UsageError(
-            f"argument --arch: kernels exist for {', '.join(cubin.ARCHS)}; got {', '.join(unknown)}"
-        )
+    archs, tps = args.arch or cubin.ARCHS, args.tp or cubin.TP
+    for option, given, known in (("--arch", archs, cubin.ARCHS), ("--tp", tps, cubin.TP)):
+        if unknown := sorted(set(given) - set(known)):
+            raise UsageError(
+                f"argument {option}: kernels exist for {', '.join(map(str, known))}; got {', '.join(map(str, unknown))}"
+            )
     try:
-        done = cubin.compile_all(args.arch or cubin.ARCHS, args.output, cubin.print_progress)
+        done = cubin.compile_all(archs, args.output, cubin.print_progress, tps)
     except (cubin.CubinError, OSError) as error:
         print(error, file=sys.stderr)
         return 1

@@ -20,15 +20,15 @@ from jax import lax
 
 import jax_twoshot
 from jax_twoshot import protocol, symmetric
-from jax_twoshot.cli import bench
+from jax_twoshot.cli import bench, decode
 
 if TYPE_CHECKING:
     import torch
 
 REPLAYS = 10
 """Graphs, or programs, that run one after the other in a timed run: starting them is not what is measured."""
-GRAPH, JAX = "graph", "jax"
-"""How the calls are made."""
+GRAPH, JAX, DECODE = "graph", "jax", "decode"
+"""How the calls are made: alone in a CUDA graph, in a jitted program, in the decode step of `decode`."""
 
 
 @dataclass(frozen=True)
@@ -229,6 +229,13 @@ def _workspace(mesh: jax.sharding.Mesh, rows: int, width: int, dtype: str) -> ja
     return jax_twoshot.Workspace(mesh, "tp", rows=rows, width=width, dtype=dtype)
 
 
+def table_name(cell: Cell) -> str:
+    """Which of the tables of `protocol.BUILT_IN` holds for these ranks."""
+    workspace = _workspace(cell.mesh, cell.most_rows, cell.width, cell.dtype)
+    assert workspace._cuda is not None and workspace._cuda.gpu is not None
+    return protocol.table_name(workspace._cuda.gpu.ranks_on_device, workspace._cuda.gpu.multicast)
+
+
 def _ours(cell: Cell, algorithm: str = "auto") -> Contender:
     workspace = _workspace(cell.mesh, cell.most_rows, cell.width, cell.dtype)
     return _ours_graph(cell, workspace, algorithm)
@@ -256,6 +263,28 @@ def _ours_graph(cell: Cell, workspace: jax_twoshot.Workspace, algorithm: str) ->
 def _ours_jax(cell: Cell) -> Contender:
     workspace = _workspace(cell.mesh, cell.most_rows, cell.width, cell.dtype)
     return JaxRun(cell, lambda x: jax_twoshot.all_reduce(x, "tp", workspace=workspace), bitwise=True)
+
+
+def _decode_ours(cell: Cell) -> Contender:
+    workspace = _workspace(cell.mesh, cell.most_rows, cell.width, cell.dtype)
+    return decode.DecodeRun(cell, lambda x: jax_twoshot.all_reduce(x, "tp", workspace=workspace), _gathered)
+
+
+def _decode_psum(cell: Cell) -> Contender:
+    _refuse_shared_gpu(cell)
+    return decode.DecodeRun(cell, lambda x: lax.psum(x, "tp"), _gathered)
+
+
+def _decode_alone(cell: Cell) -> Contender:
+    return decode.DecodeRun(cell, lambda x: x, None)
+
+
+def _gathered(value: Any) -> list[Any]:
+    import torch.distributed
+
+    values: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(values, value)
+    return values
 
 
 # ---- NCCL --------------------------------------------------------------------------------------------------
@@ -380,6 +409,7 @@ COMPILE_SECONDS = 240
 OURS = "jax_twoshot"
 VARIANTS = ("ours, one-shot", "ours, two-shot")
 FLOORS = ("one hop", "two hops")
+NO_SUM = "without sums"
 
 PEERS = (
     Peer(OURS, GRAPH, _ours),
@@ -396,5 +426,8 @@ PEERS = (
     Peer("nccl", GRAPH, _nccl_torch),
     Peer(OURS, JAX, _ours_jax),
     Peer("psum", JAX, _psum_jax),
+    Peer(OURS, DECODE, _decode_ours),
+    Peer("psum", DECODE, _decode_psum),
+    Peer(NO_SUM, DECODE, _decode_alone),
 )
 """``FLOORS`` are ours on one 16-byte chunk a rank; the others' times are given as multiples of ``OURS``."""

@@ -57,15 +57,70 @@ from __future__ import annotations
 import inspect
 import shlex
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 
-from cutlass import Int32, Int64, Uint32, const_expr, cute
+from cutlass import Boolean, Int32, Int64, Uint32, const_expr, cute, range_constexpr
 
-from jax_twoshot.kernels import launch, memory, oneshot, twoshot
+from jax_twoshot.kernels import memory, oneshot, twoshot
 from jax_twoshot.kernels.build import Compiled
+from jax_twoshot.kernels.launch import FOREVER_NS, advance_epoch, count_cta
 from jax_twoshot.kernels.memory import Chunk
 from jax_twoshot.kernels.twoshot import Buffers, Watch
 from jax_twoshot.protocol import ALGORITHMS, CHUNK_BYTES, CTAS_PER_SM, THREADS, Format, owned_chunks
+
+AT_ONCE = 2
+"""Chunks that a thread which has several takes in one go."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """The parameters of a launch, and which thread of it this is.
+
+    Attributes:
+      thread: Int32, number of this thread in the grid.
+      threads: Int32, of the grid.
+      chunks: Int32, of the round.
+      The others are those of the module's docstring.
+    """
+
+    x: Int64
+    out: Int64
+    elements: Int32
+    slot_chunks: Int32
+    rank: Int32
+    base: Int64
+    multicast: Int64
+    control: Int64
+    status: Int64
+    timeout_ns: Int64
+    generations: Int32
+    peers: list[Int64]
+    thread: Int32
+    threads: Int32
+    chunks: Int32
+
+    def every(self, first: Int32, size: int) -> list[Int32]:
+        """Numbers that one thread takes at once: ``first`` and those that follow it in this thread."""
+        return [first + number * self.threads for number in range(size)]
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a launch knows once the control block has been read.
+
+    Attributes:
+      buffers: of the call's generation.
+      watch: what ends its waits.
+      alive: Boolean, the workspace has not failed.
+      state, epoch: Uint32, as the control block had them.
+    """
+
+    buffers: Buffers
+    watch: Watch
+    alive: Boolean
+    state: Uint32
+    epoch: Uint32
 
 
 class AllReduce:
@@ -83,9 +138,11 @@ class AllReduce:
         assert algorithm in ALGORITHMS
         self.tp, self.format, self.multicast, self.pdl = tp, format, multicast, pdl
         self.one_shot = algorithm == "one_shot"
+        self.keeps_own = not (self.one_shot and multicast)
+        self.keeps_sums = not self.one_shot and not multicast
+        self.sums_at_once = max(1, min(AT_ONCE, twoshot.SLOTS_AT_ONCE // tp))
         self.aim = oneshot.aim if self.one_shot else twoshot.aim
         self.push = oneshot.push if self.one_shot else twoshot.push
-        self.take = oneshot.reduce if self.one_shot else twoshot.collect
 
     @cute.kernel
     def kernel(
@@ -104,95 +161,204 @@ class AllReduce:
         peers: list[Int64],
     ) -> None:
         """The whole of a launch, in one thread of it; the parameters are those of the module's docstring."""
-        thread = cute.arch.block_idx()[0] * THREADS + cute.arch.thread_idx()[0]
-        threads = cute.arch.grid_dim()[0] * THREADS
-
-        # What memory has to say is asked for first: all that is computed next has until then.
+        launch = Launch(
+            x,
+            out,
+            elements,
+            slot_chunks,
+            rank,
+            base,
+            multicast,
+            control,
+            status,
+            timeout_ns,
+            generations,
+            peers,
+            thread=cute.arch.block_idx()[0] * THREADS + cute.arch.thread_idx()[0],
+            threads=cute.arch.grid_dim()[0] * THREADS,
+            chunks=Int32(self.format.chunks(Uint32(elements))),
+        )
         if const_expr(self.pdl):
             memory.wait_for_stream()
             memory.let_next_launch_start()
-        words = self.load(x, thread, elements)
-        epoch, _, state, calls = memory.load_control(control)
+        if launch.chunks <= launch.threads:
+            self.one_each(launch)
+        else:
+            self.several_each(launch)
 
-        chunks = (elements + (self.format.chunk - 1)) // self.format.chunk
-        owned = owned_chunks(chunks, self.tp)
-        mine = cute.min(owned, chunks - rank * owned)
+    @cute.jit
+    def one_each(self, launch: Launch) -> None:
+        """At most one chunk a thread: its rank's part of it is in registers all the time."""
+        chunk, inside = launch.thread, launch.thread < launch.chunks
+        words = self.load(launch, [chunk])
+        call = self.begin(launch)
+        buffers = call.buffers
+        owner, index = twoshot.owner_of(buffers, chunk)
+        own = Boolean(True) if self.one_shot else owner == Uint32(launch.rank)
+        pushed = inside & call.alive if self.one_shot else inside & call.alive & ~own
+        self.push(buffers, self.aim(buffers, chunk), words[0], pushed)
+        self.settle(launch, call)
+        before = count_cta(launch.control)
+        if inside & own:
+            if const_expr(self.one_shot):
+                sums = oneshot.reduce_many(buffers, [chunk], [call.alive], words, call.watch)
+            else:
+                sums = twoshot.reduce_many(buffers, [Int32(index)], [call.alive], words, call.watch)
+            if const_expr(self.one_shot or self.keeps_sums):
+                self.store(launch, [chunk], [inside], sums)
+        if const_expr(not self.one_shot):
+            left = inside & ~own if self.keeps_sums else inside
+            if left:
+                self.store(launch, [chunk], [inside], twoshot.collect_many(buffers, [chunk], [call.alive], call.watch))
+        advance_epoch(launch.control, before, call.epoch, call.watch.calls, Uint32(launch.generations))
+
+    @cute.jit
+    def several_each(self, launch: Launch) -> None:
+        """Several chunks a thread, ``AT_ONCE`` of them in flight together."""
+        owned = owned_chunks(Uint32(launch.chunks), self.tp)
+        start = Int32(cute.min(Uint32(launch.rank) * owned, Uint32(launch.chunks)))
+        mine = cute.min(Int32(owned), launch.chunks - start)
+        others = launch.chunks if self.one_shot else launch.chunks - mine
+        behind = Int32(0) if self.one_shot else start + mine
+
+        # In the loop the compiler would let the first load wait for the epoch.
+        first = launch.thread
+        chunks = self.around(launch, behind, first, AT_ONCE)
+        words = self.load(launch, chunks)
+        call = self.begin(launch)
+        while first < others:
+            wanted = [(number < others) & call.alive for number in launch.every(first, AT_ONCE)]
+            for i in range_constexpr(AT_ONCE):
+                self.push(call.buffers, self.aim(call.buffers, chunks[i]), words[i], wanted[i])
+            first += AT_ONCE * launch.threads
+            chunks = self.around(launch, behind, first, AT_ONCE)
+            words = self.load(launch, chunks)
+        self.settle(launch, call)
+        first = launch.thread
+        if const_expr(self.one_shot):
+            before = count_cta(launch.control)
+            while first < others:
+                self.reduce_every(launch, call, first)
+                first += self.sums_at_once * launch.threads
+        else:
+            while first < mine:
+                self.reduce_own(launch, call, start, mine, first)
+                first += self.sums_at_once * launch.threads
+            before = count_cta(launch.control)
+            first = launch.thread
+            left = others if self.keeps_sums else launch.chunks
+            while first < left:
+                self.collect(launch, call, behind, left, first)
+                first += AT_ONCE * launch.threads
+        advance_epoch(launch.control, before, call.epoch, call.watch.calls, Uint32(launch.generations))
+
+    def around(self, launch: Launch, behind: Int32, first: Int32, size: int) -> list[Int32]:
+        """Chunks by their numbers, which start behind what this rank owns: no owner gets all ranks' pushes at once."""
+        chunks = [behind + number for number in launch.every(first, size)]
+        return [chunk - Int32(chunk >= launch.chunks) * launch.chunks for chunk in chunks]
+
+    @cute.jit
+    def reduce_own(self, launch: Launch, call: Call, start: Int32, mine: Int32, first: Int32) -> None:
+        """Sums this thread's next chunks of those that the rank owns."""
+        indices = launch.every(first, self.sums_at_once)
+        inside = [index < mine for index in indices]
+        chunks = [start + index for index in indices]
+        wanted = [there & call.alive for there in inside]
+        sums = twoshot.reduce_many(call.buffers, indices, wanted, self.load(launch, chunks), call.watch)
+        if const_expr(self.keeps_sums):
+            self.store(launch, chunks, inside, sums)
+
+    @cute.jit
+    def reduce_every(self, launch: Launch, call: Call, first: Int32) -> None:
+        """Sums this thread's next chunks of the round."""
+        chunks = launch.every(first, self.sums_at_once)
+        inside = [chunk < launch.chunks for chunk in chunks]
+        wanted = [there & call.alive for there in inside]
+        own = self.load(launch, chunks) if self.keeps_own else [(Uint32(0),) * 4 for _ in chunks]
+        self.store(launch, chunks, inside, oneshot.reduce_many(call.buffers, chunks, wanted, own, call.watch))
+
+    @cute.jit
+    def collect(self, launch: Launch, call: Call, behind: Int32, end: Int32, first: Int32) -> None:
+        """Hands on this thread's next sums."""
+        chunks = self.around(launch, behind, first, AT_ONCE)
+        inside = [number < end for number in launch.every(first, AT_ONCE)]
+        wanted = [there & call.alive for there in inside]
+        self.store(launch, chunks, inside, twoshot.collect_many(call.buffers, chunks, wanted, call.watch))
+
+    # ---- The control block --------------------------------------------------------------------------------
+
+    @cute.jit
+    def begin(self, launch: Launch) -> Call:
+        """Reads the control block. What is asked of memory before it is in flight meanwhile."""
+        epoch, _, state, calls = memory.load_control(launch.control)
+        timeout_ns = twoshot.select(launch.timeout_ns == 0, Int64(FOREVER_NS), launch.timeout_ns)
         buffers = Buffers(
             tp=self.tp,
-            slot_chunks=Int64(slot_chunks),
-            generations=Int64(generations),
+            slot_chunks=Int64(launch.slot_chunks),
+            generations=Int64(launch.generations),
             format=self.format,
             generation=Int64(epoch),
-            rank=Int64(rank),
-            owned=Int64(owned),
-            base=base,
-            peers=peers,
-            multicast=multicast if self.multicast else None,
+            rank=Int64(launch.rank),
+            owned=Int64(owned_chunks(Uint32(launch.chunks), self.tp)),
+            base=launch.base,
+            peers=launch.peers,
+            multicast=launch.multicast if self.multicast else None,
+            keeps_own=self.keeps_own,
         )
-        target = self.aim(buffers, thread)
-        if timeout_ns == 0:
-            timeout_ns = Int64(launch.FOREVER_NS)
-        watch = Watch(control, status, timeout_ns, calls)
+        watch = Watch(launch.control, launch.status, timeout_ns, calls)
+        return Call(buffers, watch, state < twoshot.FAILED, state, epoch)
 
-        alive = state < twoshot.FAILED
-        for chunk in range(thread, chunks, threads):
-            if alive:
-                self.push(buffers, target, words)
-            target = self.aim(buffers, chunk + threads)
-            words = self.load(x, chunk + threads, elements)
-        if (state == twoshot.SLOW) & (thread == 0):
-            memory.keep_bits(control + twoshot.CONTROL_STATE, Uint32(twoshot.FAILED))
-        # Every thread has branched on the state, so every read of the control block has come back.
+    @cute.jit
+    def settle(self, launch: Launch, call: Call) -> None:
+        """Ends the reading of the control block, in every thread: each has looked at the state before the barrier."""
+        if (call.state == twoshot.SLOW) & (launch.thread == 0):
+            memory.keep_bits(launch.control + twoshot.CONTROL_STATE, Uint32(twoshot.FAILED))
         cute.arch.sync_threads()
-        if alive:
-            self.reduce_owned(buffers, watch, thread, mine, threads)
-        before = launch.count_cta(control)
-        if alive:
-            for chunk in range(thread, chunks, threads):
-                self.store(out, chunk, elements, self.take(buffers, chunk, watch))
-        else:
-            for chunk in range(thread, chunks, threads):
-                self.store(out, chunk, elements, twoshot.not_a_number(self.format))
-        launch.advance_epoch(control, before, epoch, calls, Uint32(generations))
+
+    # ---- Operand and result --------------------------------------------------------------------------------
 
     @cute.jit
-    def reduce_owned(self, buffers: Buffers, watch: Watch, first: Int32, end: Int32, step: Int32) -> None:
-        """Sums this thread's share of what the rank owns; in one shot ``take`` sums everything."""
-        if const_expr(not self.one_shot):
-            for index in range(first, end, step):
-                twoshot.reduce(buffers, index, watch)
-
-    @cute.jit
-    def load(self, x: Int64, chunk: Int32, elements: Int32) -> Chunk:
-        """Reads a chunk of the operand; what lies past its end is +0.0 and not read."""
-        address = x + Int64(chunk) * CHUNK_BYTES
-        left = elements - chunk * self.format.chunk
-        words = (Uint32(0),) * 4
-        if left >= self.format.chunk:
-            words = memory.load_chunk(address)
-        elif left > 0:
-            each = [self.load_element(address, index, left) for index in range(self.format.chunk)]
-            words = twoshot.pack(each, self.format)
+    def load(self, launch: Launch, chunks: list[Int32]) -> list[Chunk]:
+        """Reads chunks of the operand; what lies past its end is +0.0 and not read."""
+        whole = self.whole_chunks(launch)
+        words = [memory.load_chunk_if(chunk < whole, launch.x + Int64(chunk) * CHUNK_BYTES) for chunk in chunks]
+        partial = [chunk == whole for chunk in chunks]
+        if twoshot.any_of(partial):
+            first = memory.fresh(whole) * self.format.chunk
+            each = [self.load_element(launch, first + i) for i in range(self.format.chunk - 1)]
+            rest = twoshot.pack([*each, Uint32(0)], self.format)
+            words = [twoshot.select_chunk(is_rest, rest, w) for is_rest, w in zip(partial, words, strict=True)]
         return words
 
     @cute.jit
-    def load_element(self, address: Int64, index: int, left: Int32) -> Uint32:
+    def load_element(self, launch: Launch, element: Int32) -> Uint32:
         bits = Uint32(0)
-        if index < left:
-            bits = memory.load_element(address + index * self.format.itemsize, self.format.itemsize)
+        if element < launch.elements:
+            address = launch.x + Int64(element) * self.format.itemsize
+            bits = memory.load_element(address, self.format.itemsize)
         return bits
 
     @cute.jit
-    def store(self, out: Int64, chunk: Int32, elements: Int32, words: Chunk) -> None:
-        """Writes a chunk of the result; what lies past its end is not written."""
-        address = out + Int64(chunk) * CHUNK_BYTES
-        left = elements - chunk * self.format.chunk
-        if left >= self.format.chunk:
-            memory.store_chunk(address, words)
-        else:
-            for index, bits in enumerate(twoshot.unpack(words, self.format)):
-                if index < left:
-                    memory.store_element(address + index * self.format.itemsize, bits, self.format.itemsize)
+    def store(self, launch: Launch, chunks: list[Int32], inside: list[Boolean], words: list[Chunk]) -> None:
+        """Writes chunks of the result, those ``inside``; what lies past its end is not written."""
+        whole = self.whole_chunks(launch)
+        for chunk, there, w in zip(chunks, inside, words, strict=True):
+            memory.store_chunk(launch.out + Int64(chunk) * CHUNK_BYTES, w, there & (chunk < whole))
+        partial = [there & (chunk == whole) for there, chunk in zip(inside, chunks, strict=True)]
+        if twoshot.any_of(partial):
+            rest = words[0]
+            for is_rest, w in zip(partial[1:], words[1:], strict=True):
+                rest = twoshot.select_chunk(is_rest, w, rest)
+            bits, first = twoshot.unpack(rest, self.format), memory.fresh(whole) * self.format.chunk
+            for i in range_constexpr(self.format.chunk - 1):
+                element = first + i
+                if element < launch.elements:
+                    address = launch.out + Int64(element) * self.format.itemsize
+                    memory.store_element(address, bits[i], self.format.itemsize)
+
+    def whole_chunks(self, launch: Launch) -> Int32:
+        """Chunks of the round that are not partial: all, or all but the last."""
+        return Int32(Uint32(launch.elements) // self.format.chunk)
 
     @cute.jit
     def __call__(

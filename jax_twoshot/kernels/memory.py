@@ -1,6 +1,7 @@
 """The PTX instructions of the protocol, named by effect, each with the ordering that its caller relies on.
 
-An address is an ``Int64``; a ``Chunk`` is the four 32-bit words of 16 aligned bytes.
+An address is an ``Int64``; a ``Chunk`` is the four 32-bit words of 16 aligned bytes. A store happens ``where`` that
+holds, at one instruction and no branch.
 
 Data and flag are the same words (R1), so no store here is followed by a fence: a reader that sees a word
 sees all there is to know. What orders one launch after another is the end of a launch, ``wait_for_stream``.
@@ -8,7 +9,7 @@ sees all there is to know. What orders one launch after another is the end of a 
 
 from __future__ import annotations
 
-from cutlass import Int64, Uint16, Uint32, cute
+from cutlass import Boolean, Int32, Int64, Uint16, Uint32, cute
 
 Chunk = tuple[Uint32, Uint32, Uint32, Uint32]
 
@@ -40,9 +41,14 @@ def load_chunk(address: Int64) -> Chunk:
     return _load(f"ld.global.v4.u32 {_WORDS}, [{{$r0}}];", address)
 
 
-def store_chunk(address: Int64, words: Chunk) -> None:
+def load_chunk_if(inside: Boolean, address: Int64) -> Chunk:
+    """``load_chunk`` where it is ``inside``, else +0.0."""
+    return _load_if(f"ld.global.v4.u32 {_WORDS}, [{{$r1}}];", inside, address, (Uint32(0),) * 4)
+
+
+def store_chunk(address: Int64, words: Chunk, where: Boolean | None = None) -> None:
     """Writes a chunk of the result; visible to others at the end of the launch."""
-    _store(f"st.global.v4.u32 [{{$r0}}], {_FROM_WORDS};", address, words)
+    _store(f"st.global.v4.u32 [{{$r0}}], {_FROM_WORDS};", address, words, where)
 
 
 def load_element(address: Int64, itemsize: int) -> Uint32:
@@ -71,15 +77,20 @@ def poll_chunk(address: Int64) -> Chunk:
     return _load(f"ld.relaxed.sys.global.v4.u32 {_WORDS}, [{{$r0}}];", address)
 
 
-def publish_chunk(address: Int64, words: Chunk) -> None:
+def poll_chunk_if(missing: Boolean, address: Int64, words: Chunk) -> Chunk:
+    """``poll_chunk`` where it is ``missing``, else ``words``."""
+    return _load_if(f"ld.relaxed.sys.global.v4.u32 {_WORDS}, [{{$r1}}];", missing, address, words)
+
+
+def publish_chunk(address: Int64, words: Chunk, where: Boolean | None = None) -> None:
     """Writes a chunk, here or at a peer, for a reader that polls it. The store may tear into words."""
-    _store(f"st.relaxed.sys.global.v4.u32 [{{$r0}}], {_FROM_WORDS};", address, words)
+    _store(f"st.relaxed.sys.global.v4.u32 [{{$r0}}], {_FROM_WORDS};", address, words, where)
 
 
-def multicast_chunk(address: Int64, words: Chunk, format_name: str) -> None:
+def multicast_chunk(address: Int64, words: Chunk, format_name: str, where: Boolean | None = None) -> None:
     """``publish_chunk`` to every rank of a multicast address at once. Needs sm_90."""
     kind = _MULTICAST_TYPES[format_name]
-    _store(f"multimem.st.relaxed.sys.global.v4.{kind} [{{$r0}}], {_FROM_WORDS};", address, words)
+    _store(f"multimem.st.relaxed.sys.global.v4.{kind} [{{$r0}}], {_FROM_WORDS};", address, words, where)
 
 
 # ---- Words of the control block and the status record ------------------------------------------------------
@@ -132,6 +143,15 @@ def now_ns() -> Int64:
     return Int64(cute.arch.globaltimer())
 
 
+def fresh(number: Int32 | Int64) -> Int32 | Int64:
+    """The same number, of which the compiler knows nothing: what a rare branch makes of it is made there, not in front
+    of the loop around it."""
+    kind = type(number)
+    return cute.arch.inline_ptx(
+        f"mov.b{kind.width} {{$w0}}, {{$r0}};", write_only_types=[kind], read_only_args=[number]
+    )
+
+
 # ---- Operand plumbing --------------------------------------------------------------------------------------
 
 
@@ -139,8 +159,17 @@ def _load(ptx: str, address: Int64) -> Chunk:
     return cute.arch.inline_ptx(ptx, write_only_types=[Uint32] * 4, read_only_args=[address])
 
 
-def _store(ptx: str, address: Int64, words: Chunk) -> None:
-    cute.arch.inline_ptx(ptx, read_only_args=[address, *words])
+def _load_if(ptx: str, wanted: Boolean, address: Int64, words: Chunk) -> Chunk:
+    keep = " ".join(f"mov.b32 {{$w{i}}}, {{$r{i + 2}}};" for i in range(4))
+    return cute.arch.inline_ptx(
+        f"{{ .reg .pred wanted; setp.ne.u32 wanted, {{$r0}}, 0; {keep} @wanted {ptx} }}",
+        write_only_types=[Uint32] * 4,
+        read_only_args=[Uint32(wanted), address, *words],
+    )
+
+
+def _store(ptx: str, address: Int64, words: Chunk, where: Boolean | None = None) -> None:
+    cute.arch.inline_ptx(ptx, read_only_args=[address, *words], predicate=where)
 
 
 def _store_word(instruction: str, address: Int64, word: Uint32) -> None:

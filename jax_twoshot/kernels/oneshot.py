@@ -9,7 +9,7 @@ every rank wait for every rank (R4), so one-shot and two-shot calls may follow e
 
 from __future__ import annotations
 
-from cutlass import Int32, Int64, cute
+from cutlass import Boolean, Int32, Int64, cute
 
 from jax_twoshot.kernels import twoshot
 from jax_twoshot.kernels.memory import Chunk
@@ -21,10 +21,10 @@ def aim(buffers: Buffers, chunk: Int32) -> Int64:
     return buffers.recv_offset(0, buffers.rank, Int64(chunk))
 
 
-def push(buffers: Buffers, target: Int64, words: Chunk) -> None:
+def push(buffers: Buffers, target: Int64, words: Chunk, where: Boolean | None = None) -> None:
     """Stores ``words``, this rank's part of a chunk, into its slot at every rank (R1): ``aim``'s target."""
     place = target + buffers.recv_offset(buffers.generation, 0, 0)
-    twoshot.publish_everywhere(buffers, place, twoshot.without_negative_zero(words, buffers.format))
+    twoshot.publish_everywhere(buffers, place, twoshot.without_negative_zero(words, buffers.format), where)
 
 
 @cute.jit
@@ -38,3 +38,14 @@ def reduce(buffers: Buffers, chunk: Int32, watch: Watch) -> Chunk:
     else:
         words = twoshot.not_a_number(buffers.format)
     return words
+
+
+@cute.jit
+def reduce_many(
+    buffers: Buffers, chunks: list[Int32], wanted: list[Boolean], own: list[Chunk], watch: Watch
+) -> list[Chunk]:
+    """``reduce`` of the ``wanted`` ones of ``chunks``, NaN for any other; ``own`` as `twoshot.reduce_many` has it."""
+    sums, complete = twoshot.sum_many(buffers, chunks, wanted, own, watch, Int64(0))
+    twoshot.rearm_slots(buffers, chunks, complete)
+    nan = twoshot.not_a_number(buffers.format)
+    return [twoshot.select_chunk(there, words, nan) for there, words in zip(complete, sums, strict=True)]

@@ -4,11 +4,16 @@ A kernel calls them once for every chunk, all pushes before its first reduce, al
 collect, with all of its CTAs resident at once (R5): a push waits for nothing, a reduce for pushes only, a
 collect for reduces only. What a thread pushes may come from anywhere, and what it collects may go anywhere.
 
-When a wait ends without its chunk (R9), reduce publishes nothing and collect returns NaN.
+``reduce_many`` and ``collect_many`` take several chunks at once, all of them in flight together. With
+`Buffers.keeps_own` a rank's own part and its own sums stay in registers: it neither pushes the chunks that it owns
+nor collects them. That spares memory a ``1 / TP`` of what the protocol stores, polls and re-arms.
+
+When a wait ends without its chunk (R9), reduce publishes nothing and what it returns, as collect does, is NaN.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cutlass import Boolean, Float32, Int32, Int64, Uint16, Uint32, const_expr, cute, range_constexpr
@@ -51,6 +56,8 @@ class Buffers(Layout):
       base: Int64, address of this rank's allocation.
       peers: Int64 each, addresses of every rank's allocation, as this rank reaches it.
       multicast: Int64, multicast address of the allocations, or None at compile time: store to each peer.
+      keeps_own: at compile time, a rank's own slots are not used: ``reduce_many`` is given this rank's part. Nor is its
+        own part of its gather, unless multicast stores to all: ``reduce_many`` returns what a collect would.
     """
 
     format: Format
@@ -60,9 +67,14 @@ class Buffers(Layout):
     base: Int64
     peers: list[Int64]
     multicast: Int64 | None
+    keeps_own: bool = False
 
     def __post_init__(self) -> None:
         """The host checked the layout; here its numbers are not known yet."""
+
+    def uses(self, rank: int) -> Boolean:
+        """Whether this rank and ``rank`` meet in memory."""
+        return self.rank != rank if self.keeps_own else Boolean(True)
 
     def peer(self, rank: Uint32) -> Int64:
         """Address of the allocation of a rank that is known at run time only: a tree of selections, no load."""
@@ -100,10 +112,10 @@ def aim(buffers: Buffers, chunk: Int32) -> Int64:
     return buffers.peer(owner) + buffers.recv_offset(0, buffers.rank, Int64(index))
 
 
-def push(buffers: Buffers, target: Int64, words: Chunk) -> None:
+def push(buffers: Buffers, target: Int64, words: Chunk, where: Boolean | None = None) -> None:
     """Stores ``words``, this rank's part of a chunk, into its slot at the chunk's owner (R1): ``aim``'s target."""
     slot = target + buffers.recv_offset(buffers.generation, 0, 0)
-    memory.publish_chunk(slot, without_negative_zero(words, buffers.format))
+    memory.publish_chunk(slot, without_negative_zero(words, buffers.format), where)
 
 
 @cute.jit
@@ -138,9 +150,46 @@ def collect(buffers: Buffers, chunk: Int32, watch: Watch, deferred: bool = False
     return words
 
 
-def rearm(address: Int64, format: Format) -> None:
+@cute.jit
+def reduce_many(
+    buffers: Buffers, indices: list[Int32], wanted: list[Boolean], own: list[Chunk], watch: Watch
+) -> list[Chunk]:
+    """``reduce`` of the ``wanted`` ones of this rank's chunks ``indices``: their sums, NaN for any other.
+
+    Args:
+      buffers: the generation.
+      indices: of the chunks, counted from the first one that this rank owns.
+      wanted: which of them.
+      own: this rank's parts of them, looked at only with `Buffers.keeps_own`.
+      watch: what ends the wait.
+    """
+    first = buffers.rank * buffers.owned
+    sums, complete = sum_many(buffers, indices, wanted, own, watch, first)
+    for index, words, there in zip(indices, sums, complete, strict=True):
+        publish_everywhere(buffers, buffers.gather_offset(buffers.generation, first + index), words, there)
+    rearm_slots(buffers, indices, complete)
+    nan = not_a_number(buffers.format)
+    return [select_chunk(there, words, nan) for there, words in zip(complete, sums, strict=True)]
+
+
+@cute.jit
+def collect_many(
+    buffers: Buffers, chunks: list[Int32], wanted: list[Boolean], watch: Watch
+) -> list[Chunk]:
+    """``collect`` of the ``wanted`` ones of ``chunks``; NaN for any other."""
+    places = [buffers.base + buffers.gather_offset(buffers.generation, Int64(chunk)) for chunk in chunks]
+    ranks = [Uint32(1) << owner_of(buffers, chunk)[0] for chunk in chunks]
+    about, nan = [Int64(chunk) for chunk in chunks], not_a_number(buffers.format)
+    words, arrived = wait(buffers, watch, places, ranks, COLLECT, about, wanted, [nan] * len(chunks))
+    complete = [there & arrived for there in wanted]
+    for place, there in zip(places, complete, strict=True):
+        rearm(place, buffers.format, there)
+    return [select_chunk(there, w, nan) for there, w in zip(complete, words, strict=True)]
+
+
+def rearm(address: Int64, format: Format, where: Boolean | None = None) -> None:
     """Makes a chunk that this thread has read "not yet written" again. Only its reader may (R2)."""
-    memory.publish_chunk(address, (Uint32(format.sentinel),) * 4)
+    memory.publish_chunk(address, (Uint32(format.sentinel),) * 4, where)
 
 
 # ---- Steps of the four -------------------------------------------------------------------------------------
@@ -179,13 +228,63 @@ def sum_slots(
     return without_negative_zero(narrow(total, buffers.format), buffers.format), complete
 
 
-def publish_everywhere(buffers: Buffers, place: Int64, words: Chunk) -> None:
-    """Stores ``words`` at offset ``place`` of every rank's allocation."""
+@cute.jit
+def sum_many(
+    buffers: Buffers,
+    indices: list[Int32],
+    wanted: list[Boolean],
+    own: list[Chunk],
+    watch: Watch,
+    first_chunk: Int64,
+) -> tuple[list[Chunk], list[Boolean]]:
+    """``sum_slots`` of the ``wanted`` ones of several chunks, at ``indices`` in the slots, ``first_chunk + index`` of
+    the round: the sums, and which of them are complete."""
+    totals: list[list[Float32]] = [[] for _ in indices]
+    arrived = Boolean(True)
+    own = [without_negative_zero(words, buffers.format) for words in own]
+    for first in range_constexpr(0, buffers.tp, SLOTS_AT_ONCE):
+        batch = range(first, min(first + SLOTS_AT_ONCE, buffers.tp))
+        each = [(number, rank) for number in range(len(indices)) for rank in batch]
+        parts, in_time = wait(
+            buffers,
+            watch,
+            [slot_of(buffers, rank, indices[number]) for number, rank in each],
+            [Uint32(1 << rank) for _, rank in each],
+            REDUCE,
+            [first_chunk + indices[number] for number, _ in each],
+            [wanted[number] & buffers.uses(rank) for number, rank in each],
+            [own[number] for number, _ in each],
+        )
+        size = len(batch)
+        totals = [
+            add_in_order(total, parts[number * size : (number + 1) * size], buffers.format)
+            for number, total in enumerate(totals)
+        ]
+        arrived = arrived & in_time
+    sums = [without_negative_zero(narrow(total, buffers.format), buffers.format) for total in totals]
+    return sums, [there & arrived for there in wanted]
+
+
+def slot_of(buffers: Buffers, rank: int, index: Int32) -> Int64:
+    """Address of the slot of ``rank`` for the chunk that this rank sums as its number ``index``."""
+    return buffers.base + buffers.recv_offset(buffers.generation, rank, Int64(index))
+
+
+def rearm_slots(buffers: Buffers, indices: list[Int32], where: list[Boolean]) -> None:
+    """Re-arms the slots of several chunks, as far as they are used."""
+    for index, there in zip(indices, where, strict=True):
+        for rank in range(buffers.tp):
+            rearm(slot_of(buffers, rank, index), buffers.format, there & buffers.uses(rank))
+
+
+def publish_everywhere(buffers: Buffers, place: Int64, words: Chunk, where: Boolean | None = None) -> None:
+    """Stores ``words`` at offset ``place`` of every rank's allocation, as far as they are used."""
     if buffers.multicast is not None:
-        memory.multicast_chunk(buffers.multicast + place, words, buffers.format.name)
+        memory.multicast_chunk(buffers.multicast + place, words, buffers.format.name, where)
         return
-    for peer in buffers.peers:
-        memory.publish_chunk(peer + place, words)
+    for rank, peer in enumerate(buffers.peers):
+        used = buffers.uses(rank)
+        memory.publish_chunk(peer + place, words, used if where is None else used & where)
 
 
 @cute.jit
@@ -195,9 +294,12 @@ def wait(
     places: list[Int64],
     ranks: list[Uint32],
     phase: int,
-    chunk: Int64,
+    chunk: Int64 | list[Int64],
+    missing: Sequence[Boolean] = (),
+    known: Sequence[Chunk] = (),
 ) -> tuple[list[Chunk], Boolean]:
-    """Polls chunks of this rank until all have arrived, or until the watch says no: ``(chunks, arrived)``.
+    """Polls chunks of this rank until all have arrived, or until the watch says no: ``(chunks, arrived)``. What has
+    arrived is not read again: what others still wait for has the way to itself.
 
     Args:
       buffers: the generation.
@@ -205,21 +307,28 @@ def wait(
       places: addresses of the chunks, all loaded at once.
       ranks: for each of them the rank that stores it, as a mask.
       phase: REDUCE or COLLECT.
-      chunk: which chunk of the round this is about.
+      chunk: which chunk of the round this is about, or which for each place.
+      missing: which places to poll; by default all.
+      known: what the others hold, no sentinel in it; by default nothing is known.
     """
-    words = [memory.poll_chunk(place) for place in places]
-    arrived = all_of([has_arrived(w, buffers.format) for w in words])
+    if const_expr(len(missing) == 0):
+        words = [memory.poll_chunk(place) for place in places]
+    else:
+        words = [memory.poll_chunk_if(*look) for look in zip(missing, places, known, strict=True)]
+    there = [has_arrived(w, buffers.format) for w in words]
     polls = Uint32(0)
     since = Int64(0)
     over = Boolean(False)
-    while not (arrived | over):
-        words = [memory.poll_chunk(place) for place in places]
-        arrived = all_of([has_arrived(w, buffers.format) for w in words])
+    while not (all_of(there) | over):
+        words = [
+            memory.poll_chunk_if(~came, place, w) for came, place, w in zip(there, places, words, strict=True)
+        ]
+        there = [has_arrived(w, buffers.format) for w in words]
         polls += 1
         if polls % POLLS_PER_CHECK == 0:
-            missing = missing_ranks(words, ranks, buffers.format)
-            since, over = check(watch, since, phase, buffers.generation, chunk, missing)
-    return words, arrived
+            first, who = first_missing(chunk, there), missing_ranks(words, ranks, buffers.format)
+            since, over = check(watch, since, phase, buffers.generation, first, who)
+    return words, all_of(there)
 
 
 @cute.jit
@@ -242,7 +351,7 @@ def check(
     over = (state >= FAILED) | (waited > limit)
     if waited > limit:
         report(watch, FAILED, phase, generation, chunk, missing)
-    elif (state == OK) & (waited > limit // 10):
+    elif (state == OK) & (waited > memory.fresh(limit) // 10):
         report(watch, SLOW, phase, generation, chunk, missing)
     return since, over
 
@@ -274,9 +383,32 @@ def missing_ranks(chunks: list[Chunk], ranks: list[Uint32], format: Format) -> U
     return missing
 
 
+def first_missing(chunk: Int64 | list[Int64], there: list[Boolean]) -> Int64:
+    """Which chunk a wait is about."""
+    if not isinstance(chunk, list):
+        return chunk
+    first = chunk[-1]
+    for number, came in reversed(list(zip(chunk[:-1], there[:-1], strict=True))):
+        first = select(came, first, number)
+    return first
+
+
 def select(condition: Boolean, then: Int64, otherwise: Int64) -> Int64:
     """One of two values, without a branch."""
     return Int64(select_(condition, then, otherwise))
+
+
+def select_chunk(condition: Boolean, then: Chunk, otherwise: Chunk) -> Chunk:
+    """One of two chunks, without a branch."""
+    return tuple(Uint32(select_(condition, a, b)) for a, b in zip(then, otherwise, strict=True))
+
+
+def any_of(conditions: list[Boolean]) -> Boolean:
+    """Logical or, without a branch."""
+    result = conditions[0]
+    for condition in conditions[1:]:
+        result = result | condition
+    return result
 
 
 def all_of(conditions: list[Boolean]) -> Boolean:

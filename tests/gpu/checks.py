@@ -5,10 +5,12 @@ All processes call the same checks in the same order, and draw the same random n
 
 from __future__ import annotations
 
+import functools
 import gc
 import hashlib
 import logging
 import os
+import sys
 import tempfile
 import time
 import weakref
@@ -22,7 +24,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 from worker import Job
 
 import jax_twoshot
@@ -47,6 +50,8 @@ CUTE_SHAPES = ((1, 7168), (16, 2880), (3, 576), (8, 7168))
 KERNELS = Path(__file__).with_name("kernels.py")
 SOAK_CALLS = 64
 """Calls of a soak's program."""
+SOAK_CHAINS = 6
+SOAK_CHAIN_SHAPES = ((1, 2880), (2, 7168), (1, 577))
 WORKSPACES = 200
 FUSED_SHAPES = ((1, 7168), (6, 7168), (3, 576), (64, 7168), (2, 4096), (12, 2880), (31, 4096), (1, 16384), (70, 7168))
 """The last is larger than the workspace."""
@@ -451,6 +456,70 @@ def _soak_program(
     return rank
 
 
+def long_soak(job: Job) -> dict[str, Any]:
+    """Very many calls with nothing between them, and what memory they leave: chains of sums of sums, which multiply by
+    the number of ranks, a power of two, and so stay exact in BF16. A wrong element of any call is one of the last."""
+    import torch
+
+    tp, chain_calls = job.tp, 112 // (job.tp.bit_length() - 1)
+    assert tp in (2, 4, 8)
+    random, runs = np.random.default_rng(20), -(-job.calls // (chain_calls * SOAK_CHAINS))
+    before_calls = _ffi.cuda_handler_calls()
+
+    def rank(run: jax.Array, wrong: jax.Array) -> tuple[jax.Array, jax.Array]:
+        for index in range(SOAK_CHAINS):
+            shape = SOAK_CHAIN_SHAPES[index % len(SOAK_CHAIN_SHAPES)]
+            number = run * SOAK_CHAINS + index
+            want = sum(_integers(shape, number, other, tp) for other in range(tp)) + tp * wrong
+            mine = _integers(shape, number, lax.axis_index("tp"), tp) + wrong
+            total = mine.astype(jnp.bfloat16) * jnp.asarray(2.0**-100, jnp.bfloat16)
+            for _ in range(chain_calls):
+                total = jax_twoshot.all_reduce(total, "tp", workspace=workspace)
+            factor = float(tp) ** (chain_calls - 1) * 2.0**-100
+            right = (want.astype(jnp.float32) * jnp.float32(factor)).astype(jnp.bfloat16)
+            words = (lax.bitcast_convert_type(x, jnp.uint16) for x in (total, right))
+            wrong += jnp.sum(jnp.not_equal(*words), dtype=jnp.int32)
+        return run + 1, wrong
+
+    def memory() -> dict[str, int]:
+        return {
+            "resident": int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE"),
+            "files": len(os.listdir("/proc/self/fd")),
+            "device": -torch.cuda.mem_get_info()[0],
+        }
+
+    with jax_twoshot.Workspace(job.mesh, "tp", rows=2, width=7168) as workspace:
+        program = job.program(rank, donate=(0, 1))
+        number, wrong = (job.place(np.zeros(tp, np.int32)) for _ in range(2))
+        for run in range(runs):
+            if run == min(200, runs // 2):
+                jax.block_until_ready(number)
+                job.barrier()
+                warm, start = memory(), time.monotonic()
+            if random.random() < 0.05:
+                job.hold_up_one(random)
+            number, wrong = program(number, wrong)
+            if run % 16 == 0:
+                jax.block_until_ready(number)
+        jax.block_until_ready(number)
+        seconds = time.monotonic() - start
+        job.barrier()
+        end = memory()
+        counted = [int(np.asarray(shard.data)[0]) for shard in wrong.addressable_shards]
+        done = {int(np.asarray(shard.data)[0]) for shard in number.addressable_shards}
+    assert done == {runs}, f"{done} runs instead of {runs}"
+    timed = (runs - min(200, runs // 2)) * chain_calls * SOAK_CHAINS
+    return {
+        "calls": runs * chain_calls * SOAK_CHAINS,
+        "compared": sum(r * w for r, w in SOAK_CHAIN_SHAPES) * SOAK_CHAINS // len(SOAK_CHAIN_SHAPES) * runs,
+        "wrong": sum(counted),
+        "first": None,
+        "handler_calls": _ffi.cuda_handler_calls() - before_calls,
+        "microseconds a call": round(1e6 * seconds / timed, 2),
+        "grown": {name: end[name] - warm[name] for name in warm},
+    }
+
+
 def _integers(shape: tuple[int, ...], number: jax.Array, rank: int | jax.Array, tp: int) -> jax.Array:
     """Mixed bits of place, call and rank, so small that BF16 holds the sum of all ranks exactly."""
     places = lax.iota(jnp.uint32, int(np.prod(shape))).reshape(shape)
@@ -767,7 +836,7 @@ def killed(job: Job) -> dict[str, Any]:
 def reset(job: Job) -> dict[str, Any]:
     """A rank stays away, or comes too late; all reset, and programs compiled before go on, replays too."""
     random, tally, found = np.random.default_rng(13), Tally(), {}
-    with jax_twoshot.Workspace(job.mesh, "tp", rows=16, width=2880, timeout=2) as workspace:
+    with jax_twoshot.Workspace(job.mesh, "tp", rows=16, width=2880, timeout=3) as workspace:
         one, many = sum_program(job, workspace), chain_program(job, workspace, 20)
         given = values(random, job.tp, 16, 2880)
         placed = job.place(given)
@@ -784,7 +853,7 @@ def reset(job: Job) -> dict[str, Any]:
             run(f"before one {case}")
             here = LATE in job.here
             if here and case == "comes too late":
-                time.sleep(3)
+                time.sleep(4.5)
             if not here or case == "comes too late":
                 found[case] = {"numbers": _numbers(lambda: one(placed)), "next call": _numbers(lambda: one(placed))}
             job.barrier()
@@ -797,6 +866,189 @@ def reset(job: Job) -> dict[str, Any]:
             workspace.check()
         run("at the end")
     return tally.result() | found
+
+
+def dropped_pushes(job: Job) -> dict[str, Any]:
+    """What rank ``LATE`` pushes to rank 0 goes elsewhere; two-shot and one-shot."""
+    open_workspace, found = _ffi.open_cuda_workspace, {}
+    job.barrier()
+    if LATE in job.here:
+        _ffi.open_cuda_workspace = functools.partial(_open_with_a_lost_peer, open_workspace)
+    try:
+        workspace = jax_twoshot.Workspace(job.mesh, "tp", rows=16, width=2880, timeout=3)
+    finally:
+        _ffi.open_cuda_workspace = open_workspace
+    with workspace:
+        given = values(np.random.default_rng(14), job.tp, 16, 2880)
+        placed, want = job.place(given), reference.all_reduce(given)
+        for algorithm in protocol.ALGORITHMS:
+            program = job.program(
+                lambda x, a=algorithm: jax_twoshot.all_reduce(x, "tp", workspace=workspace, algorithm=a)
+            )
+            start = time.monotonic()
+            (shard,) = program(placed).addressable_shards
+            got = np.asarray(shard.data)[0]
+            numbers = ~np.isnan(got.astype(np.float32))
+            found[algorithm] = {
+                "seconds": round(time.monotonic() - start, 2),
+                "numbers": int(np.count_nonzero(numbers)),
+                "wrong": int(np.count_nonzero(bits(got)[numbers] != bits(want)[numbers])),
+                "check": _refusal(workspace.check, RuntimeError),
+            }
+            job.barrier()
+            workspace.reset()
+    return found | {"wrong": sum(found[a]["wrong"] for a in protocol.ALGORITHMS)}
+
+
+def _open_with_a_lost_peer(open_workspace: Callable, *args: Any) -> Any:
+    """Opens a workspace for which rank 0's buffers are memory of nobody."""
+    import torch
+
+    *rest, ((device, rank, address, multicast, peers),) = args
+    _lost.append(torch.zeros(rest[2].bytes, dtype=torch.uint8, device=f"cuda:{device}"))
+    return open_workspace(*rest, [(device, rank, address, multicast, [_lost[-1].data_ptr(), *peers[1:]])])
+
+
+_lost: list[Any] = []
+
+
+def wrap(job: Job) -> dict[str, Any]:
+    """The count of calls goes through 2^32."""
+    random, tally = np.random.default_rng(15), Tally()
+    with small_workspace(job) as workspace:
+        program = sum_program(job, workspace)
+        given = values(random, job.tp, *SHAPE)
+        for run in range(3):  # an odd number of calls: generation 1 is next
+            tally.add(f"before, run {run}", program(job.place(given)), reference.all_reduce(given))
+        tally.result()
+        job.barrier()
+        control = workspace._cuda.native.control(0)  # type: ignore[union-attr]
+        driver = symmetric._Driver()
+        driver.fill(0, control + 12, 2**32 - 20, 1)
+        job.barrier()
+        for run in range(40):
+            parts = values(random, job.tp, *SHAPE)
+            tally.add(f"run {run}", program(job.place(parts)), reference.all_reduce(parts))
+        counted = tally.result()
+        words = driver.load(0, control, 4)
+    return counted | {"epoch": words[0], "state": words[2], "calls after": words[3]}
+
+
+def starved(job: Job) -> dict[str, Any]:
+    """Each rank in turn has work that fills the GPU several times over before its call; the others wait for it."""
+    random, tally = np.random.default_rng(16), Tally()
+    with small_workspace(job) as workspace:
+
+        def rank(x: jax.Array, busy: jax.Array) -> jax.Array:
+            steps = jnp.where(busy, 400, 0)
+            work = lax.fori_loop(0, steps, lambda _, y: jnp.cos(y), jnp.ones((16, 1 << 20), jnp.float32) + busy)
+            # A dependence that the compiler cannot see through: 0 for every rank.
+            late = jnp.minimum(jnp.abs(work[0, 0]), 0.0).astype(x.dtype)
+            return jax_twoshot.all_reduce(x + late, "tp", workspace=workspace)
+
+        program = job.program(rank)
+        for run in range(4 * job.tp):
+            parts = values(random, job.tp, *SHAPE)
+            busy = job.place(np.arange(job.tp) == run % job.tp)
+            tally.add(f"run {run}", program(job.place(parts), busy), reference.all_reduce(parts))
+        workspace.check()
+        return tally.result()
+
+
+def disagree(job: Job) -> dict[str, Any]:
+    """Rank ``LATE`` makes two calls of different sizes in the other order."""
+    with jax_twoshot.Workspace(job.mesh, "tp", rows=16, width=2880, timeout=3) as workspace:
+        program = job.program(lambda x: jax_twoshot.all_reduce(x, "tp", workspace=workspace, algorithm="two_shot"))
+        operands = [job.place(values(np.random.default_rng(17), job.tp, rows, 2880)) for rows in (16, 1)]
+        for operand in operands:
+            jax.block_until_ready(program(operand))
+        job.barrier()
+        start = time.monotonic()
+        for operand in operands[:: -1 if LATE in job.here else 1]:
+            _numbers(lambda x=operand: program(x))
+        found = {"seconds": round(time.monotonic() - start, 2), "check": _refusal(workspace.check, RuntimeError)}
+        job.barrier()
+    return found
+
+
+def failed_setups(job: Job) -> dict[str, Any]:
+    """Every step of a set-up fails on rank ``LATE``; what is left behind, and whether the next one works."""
+    import torch
+
+    attempt, texts, tally = symmetric._Peers.attempt, [], Tally()
+
+    def counts() -> dict[str, int]:
+        gc.collect()
+        job.barrier()
+        return {
+            "files": len(os.listdir("/proc/self/fd")),
+            "threads": len(os.listdir("/proc/self/task")),
+            "shared memory": Path("/proc/self/maps").read_text().count("/dev/shm"),
+            "device memory": torch.cuda.mem_get_info()[0],
+        }
+
+    def try_once(failing: str | None) -> None:
+        def attempt_or_fail(peers: Any, step: str, action: Callable) -> Any:
+            fails = step == failing and LATE in job.here
+            return attempt(peers, step, (lambda: _raise("planned")) if fails else action)
+
+        symmetric._Peers.attempt = attempt_or_fail  # type: ignore[method-assign]
+        try:
+            text = _refusal(lambda: setup_once(tally), RuntimeError)
+        finally:
+            symmetric._Peers.attempt = attempt  # type: ignore[method-assign]
+        if failing:
+            texts.append(f"{failing}: {text}")
+
+    def setup_once(tally: Tally) -> None:
+        parts = values(np.random.default_rng(18), job.tp, *SHAPE)
+        with small_workspace(job) as workspace:
+            tally.add("after set-up", sum_program(job, workspace)(job.place(parts)), reference.all_reduce(parts))
+            tally.result()
+        jax.clear_caches()
+
+    steps = ("describe", "map", "prepare", "arm")
+    for failing in (None, *steps, None):  # what the first ones leave is the driver's and JAX's own
+        try_once(failing)
+    before = counts()
+    texts.clear()
+    for _ in range(3):
+        for failing in (*steps, None):
+            try_once(failing)
+    after = counts()
+    return tally.result() | {"texts": texts, "left": {name: after[name] - before[name] for name in before}}
+
+
+def fuzz(job: Job) -> dict[str, Any]:
+    """``--calls`` random programs of ``fuzz.py``, each run several times, one rank late now and then."""
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    import fuzz as programs
+
+    random = np.random.default_rng(19)
+    compared, calls, first, made, start = 0, 0, None, 0, time.monotonic()
+    for seed in range(job.calls):
+        program = programs.draw(seed, job.tp, meshes=[(job.tp,)])
+        parts = programs.inputs(program)
+        want = programs.expected(program, parts)
+        ((axes, capacity),) = program.capacity
+        mesh = Mesh(job.mesh.devices, program.names)
+        sharding = NamedSharding(mesh, P(*program.names))
+        with jax_twoshot.Workspace(mesh, tuple(axes), rows=1, width=capacity, dtype=program.dtype) as workspace:
+            compiled = programs.build(program, mesh, {axes: workspace})
+            placed = [jax.make_array_from_callback(x.shape, sharding, x.__getitem__) for x in parts]
+            for _ in range(4):
+                if random.random() < 0.5:
+                    job.hold_up_one(random)
+                elements, wrong = programs.differences(program, compiled(placed), want)
+                compared, first = compared + elements, first or wrong
+                calls += sum(call.repeat for call in program.calls)
+        made += 1
+        if seed % 20 == 19:
+            jax.clear_caches()
+    seconds = round(time.monotonic() - start, 1)
+    return {"calls": calls, "compared": compared, "wrong": int(first is not None), "first": first, "programs": made} | {
+        "fuzzed for": seconds
+    }
 
 
 def _failing_reset(workspace: jax_twoshot.Workspace, fails: bool) -> None:

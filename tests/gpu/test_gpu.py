@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import subprocess
 import sys
 
@@ -206,18 +207,88 @@ def test_a_killed_rank_is_named(gpu, figure):
         judge_what_the_others_saw(rank, caught.value.summaries[rank]["killed"], figure)
 
 
-def test_a_reset_makes_a_failed_workspace_as_new(gpu, figure):
-    ranks = worker.launch(4, ["reset"])
-    figure(f"{[rank['reset']['seconds of a reset'] for rank in ranks]} s")
-    for rank, result in enumerate(r["reset"] for r in ranks):
+FAULTS = ("reset", "dropped_pushes", "wrap", "starved", "disagree", "failed_setups")
+
+
+@pytest.fixture(scope="module")
+def faults(gpu):
+    """Each rank's results: things are done wrong on purpose."""
+    return worker.launch(4, FAULTS, timeout=200)
+
+
+def test_a_reset_makes_a_failed_workspace_as_new(faults, figure):
+    figure(f"{[rank['reset']['seconds of a reset'] for rank in faults]} s")
+    for rank, result in enumerate(r["reset"] for r in faults):
         assert (result["calls"], result["wrong"]) == (4 * 5 * 21, 0), result["first"]
         for case in ("stays away", "comes too late", "stays away, and one reset fails"):
             if rank in OTHERS:
                 assert result[case]["numbers"] == 0
                 assert f"rank {rank} of 4 waits for rank 2 (" in str(result[case]["next call"])
-                assert "the deadline Workspace(timeout=...) of 2 s has passed" in str(result[case]["next call"])
+                assert "the deadline Workspace(timeout=...) of 3 s has passed" in str(result[case]["next call"])
         assert "step 'reset 3, settle' failed on process 0: RuntimeError: planned" in result["reset"]
         assert "was not reset on every process" in str(result["call after it"])
+
+
+def test_a_push_that_is_lost_is_named(faults, figure):
+    for rank, result in enumerate(r["dropped_pushes"] for r in faults):
+        figure(f"rank {rank}: {result}")
+        assert result["wrong"] == 0
+        for algorithm in ("two_shot", "one_shot"):
+            # In one shot only rank 0 needs what is lost; in two the others need its sums.
+            fails = rank == 0 or algorithm == "two_shot"
+            assert (result[algorithm]["check"] is not None) == fails, result[algorithm]
+            assert (result[algorithm]["numbers"] < 16 * 2880) == fails
+    for algorithm in ("two_shot", "one_shot"):
+        assert "phase reduce" in (text := faults[0]["dropped_pushes"][algorithm]["check"])
+        assert "rank 0 of 4 waits for rank 2 (for 3 s;" in text
+
+
+def test_the_count_of_calls_may_wrap(faults):
+    for result in (r["wrap"] for r in faults):
+        assert (result["calls"], result["wrong"]) == (43, 0), result["first"]
+        # 43 calls of 2 generations; 20 of the 40 were after the wrap.
+        assert (result["epoch"], result["state"] & 2, result["calls after"]) == (1, 0, 20)
+
+
+def test_work_that_fills_the_gpu_is_waited_for(faults):
+    for result in (r["starved"] for r in faults):
+        assert (result["calls"], result["wrong"]) == (16, 0), result["first"]
+
+
+def test_calls_in_another_order_on_one_rank_are_found_out(faults, figure):
+    """Where sizes differ; nothing tells calls of equal sizes apart."""
+    figure([rank["disagree"] for rank in faults])
+    assert any(rank["disagree"]["check"] is not None for rank in faults)
+    for text in (rank["disagree"]["check"] for rank in faults):
+        assert text is None or "the deadline Workspace(timeout=...) of 3 s has passed" in text
+
+
+def test_a_failed_set_up_leaves_nothing_behind(faults, figure):
+    figure([rank["failed_setups"]["left"] for rank in faults])
+    texts = [
+        f"{step}: workspace N over axis 'tp': step '{step}' failed on process 2: RuntimeError: planned"
+        for step in ("describe", "map", "prepare", "arm")
+    ]
+    for result in (r["failed_setups"] for r in faults):
+        assert (result["calls"], result["wrong"]) == (5, 0), result["first"]
+        assert [re.sub(r"workspace \d+", "workspace N", text) for text in result["texts"]] == texts * 3
+        assert [result["left"][name] for name in ("files", "threads", "shared memory")] == [0, 0, 0]
+        assert result["left"]["device memory"] >= -(2 << 20)
+
+
+def test_random_programs(gpu, figure):
+    """``--calls`` is their number; more by hand: ``python tests/gpu/worker.py fuzz --calls 500 --timeout 300``."""
+    for result in (rank["fuzz"] for rank in worker.launch(4, ["fuzz"], calls=30)):
+        figure(result)
+        assert (result["programs"], result["wrong"]) == (30, 0), result["first"]
+
+
+def test_a_long_soak_leaves_no_memory_behind(gpu, figure):
+    """More by hand: ``python tests/gpu/worker.py long_soak --calls 10000000``."""
+    for result in (rank["long_soak"] for rank in worker.launch(4, ["long_soak"], calls=200_000)):
+        figure(result)
+        assert result["wrong"] == 0
+        assert result["grown"]["resident"] < 64 << 20 and result["grown"]["device"] < 64 << 20
 
 
 def judge_what_the_others_saw(rank, result, figure):
