@@ -219,7 +219,7 @@ def _lower_cuda(ctx, x, residual, weight, rank, group, **params):
         rounds = mlir.lower_fun(functools.partial(_in_rounds, most_rows, params), multiple_results=True)
         return rounds(ctx, x, residual, weight, rank, group)
     gpu, chunks = workspace.gpu, rows * row_chunks
-    (one,) = protocol.rounds(workspace.layout, chunks, "auto", gpu.ranks_on_device, gpu.multicast)
+    (one,) = protocol.rounds(workspace.layout, chunks, one_shot_bytes=gpu.one_shot_bytes)
     blocks, _ = protocol.norm_blocks(row_chunks)
     kernel = cubin.rms_norm_kernel(params["tp"], fmt.name, gpu.multicast, gpu.arch, one.algorithm, blocks)
     most_ctas = protocol.most_ctas(gpu.ranks_on_device, gpu.sm_count, kernel.ctas_per_sm)

@@ -35,12 +35,14 @@ class Gpus:
       multicast: what all ranks get is stored once, through a multicast address.
       ranks_on_device: most ranks that share one GPU.
       sm_count: least number of multiprocessors.
+      one_shot_bytes: of the largest message that is summed in one shot where the caller does not say.
     """
 
     arch: str
     multicast: bool
     ranks_on_device: int
     sm_count: int
+    one_shot_bytes: int
 
 
 @dataclass(frozen=True)
@@ -442,7 +444,9 @@ class _CudaBuffers:
         by_ordinal = {device.local_hardware_id: device for device in jax.local_devices()}
         (arch,) = {cubin.arch_for(_capability(by_ordinal[b.device])) for b in buffers}
         multicast = all(b.multicast is not None for b in buffers)
-        self.gpu = Gpus(arch, multicast, buffers[0].ranks_on_device, buffers[0].sm_count)
+        sharing = buffers[0].ranks_on_device
+        one_shot_bytes = protocol.one_shot_bytes(self._layout.tp, sharing, multicast, _settings.tuning())
+        self.gpu = Gpus(arch, multicast, sharing, buffers[0].sm_count, one_shot_bytes)
         protocol.grid(1, self.gpu.ranks_on_device, self.gpu.sm_count)  # R5: refuse what cannot be resident
         variants = self._all_reduce_variants()
         found = zip(variants, cubin.find_all(variants, share=jax.process_index()), strict=True)
@@ -451,7 +455,7 @@ class _CudaBuffers:
             self._axes,
             self._layout,
             self._timeout,
-            protocol.one_shot_bytes(self._layout.tp, self.gpu.ranks_on_device, multicast, _settings.tuning()),
+            self.gpu.one_shot_bytes,
             self.gpu.ranks_on_device,
             self.gpu.sm_count,
             [(v.algorithm, v.format, c.image, c.symbol, v.pdl) for v, c in found],

@@ -30,7 +30,7 @@ from jax_twoshot.workspace import Gpus, View, Workspace
 KERNELS = str(Path(__file__).parent / "gpu" / "kernels.py")
 SUM = CuteKernel(KERNELS, "Sum")
 DEFERRED = CuteKernel(KERNELS, "Sum", deferred=True)
-H200 = Gpus("sm_90a", multicast=False, ranks_on_device=1, sm_count=132)
+H200 = Gpus("sm_90a", multicast=False, ranks_on_device=1, sm_count=132, one_shot_bytes=0)
 CHUNKS = 16
 
 

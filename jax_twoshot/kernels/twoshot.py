@@ -72,9 +72,11 @@ class Buffers(Layout):
     def __post_init__(self) -> None:
         """The host checked the layout; here its numbers are not known yet."""
 
-    def uses(self, rank: int) -> Boolean:
-        """Whether this rank and ``rank`` meet in memory."""
-        return self.rank != rank if self.keeps_own else Boolean(True)
+    def uses(self, rank: int, where: Boolean | None = None) -> Boolean | None:
+        """Whether this rank and ``rank`` meet in memory, ``where`` that holds; None: always."""
+        if not self.keeps_own:
+            return where
+        return self.rank != rank if where is None else where & (self.rank != rank)
 
     def peer(self, rank: Uint32) -> Int64:
         """Address of the allocation of a rank that is known at run time only: a tree of selections, no load."""
@@ -223,8 +225,7 @@ def sum_slots(
         parts, arrived = wait(buffers, watch, batch, masks, REDUCE, chunk)
         total = add_in_order(total, parts, buffers.format)
         complete = complete & arrived
-    if const_expr(addend is not None):
-        total = add_in_order(total, [addend], buffers.format)
+    total = add_in_order(total, [] if addend is None else [addend], buffers.format)
     return without_negative_zero(narrow(total, buffers.format), buffers.format), complete
 
 
@@ -252,7 +253,7 @@ def sum_many(
             [Uint32(1 << rank) for _, rank in each],
             REDUCE,
             [first_chunk + indices[number] for number, _ in each],
-            [wanted[number] & buffers.uses(rank) for number, rank in each],
+            [buffers.uses(rank, wanted[number]) for number, rank in each],
             [own[number] for number, _ in each],
         )
         size = len(batch)
@@ -274,7 +275,7 @@ def rearm_slots(buffers: Buffers, indices: list[Int32], where: list[Boolean]) ->
     """Re-arms the slots of several chunks, as far as they are used."""
     for index, there in zip(indices, where, strict=True):
         for rank in range(buffers.tp):
-            rearm(slot_of(buffers, rank, index), buffers.format, there & buffers.uses(rank))
+            rearm(slot_of(buffers, rank, index), buffers.format, buffers.uses(rank, there))
 
 
 def publish_everywhere(buffers: Buffers, place: Int64, words: Chunk, where: Boolean | None = None) -> None:
@@ -283,8 +284,7 @@ def publish_everywhere(buffers: Buffers, place: Int64, words: Chunk, where: Bool
         memory.multicast_chunk(buffers.multicast + place, words, buffers.format.name, where)
         return
     for rank, peer in enumerate(buffers.peers):
-        used = buffers.uses(rank)
-        memory.publish_chunk(peer + place, words, used if where is None else used & where)
+        memory.publish_chunk(peer + place, words, buffers.uses(rank, where))
 
 
 @cute.jit
