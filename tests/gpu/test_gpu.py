@@ -31,6 +31,7 @@ CALLS = {
     "walk": 2000,
     "loops": 30 * 2,
     "kept": 300 * 5,
+    "matmul": 120,
     "rms_norm": 270 * 2 + 30 * 2 * 2,
     "soak": 20_032,
 }
