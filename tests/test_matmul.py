@@ -123,7 +123,7 @@ class TestCuda:
     def workspace(self) -> Iterator[jax_twoshot.Workspace]:
         """As on a mesh of four GPUs."""
         with jax_twoshot.Workspace(cpu_mesh(4), "tp", rows=64, width=4096) as workspace:
-            workspace.handle = replace(workspace.handle, gpu=Gpus("sm_90a", False, 1, 132))
+            workspace.handle = replace(workspace.handle, gpu=Gpus("sm_90a", False, 1, 132, 1 << 17))
             yield workspace
 
     def lower(self, rows: int) -> str:
