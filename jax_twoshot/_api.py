@@ -300,13 +300,6 @@ def no_workspace(what: str, dtype: Any) -> ValueError:
     )
 
 
-def algorithm_for(workspace: workspace.Handle, chunks: int) -> str:
-    """Which of `protocol.ALGORITHMS` one launch on GPUs takes for a message that one round carries."""
-    assert workspace.gpu is not None
-    (one,) = protocol.rounds(workspace.layout, chunks, one_shot_bytes=workspace.gpu.one_shot_bytes)
-    return one.algorithm
-
-
 def rows_in_a_round(what: str, workspace: workspace.Handle, width: int, fmt: protocol.Format) -> int:
     """Most rows of whole chunks that one launch can carry.
 

@@ -213,9 +213,9 @@ def _lower_cuda(ctx, x, residual, weight, rank, group, **params):
         rounds = mlir.lower_fun(functools.partial(_in_rounds, most_rows, params), multiple_results=True)
         return rounds(ctx, x, residual, weight, rank, group)
     gpu, chunks = workspace.gpu, rows * row_chunks
-    algorithm = _api.algorithm_for(workspace, chunks)
+    (one,) = protocol.rounds(workspace.layout, chunks, one_shot_bytes=gpu.one_shot_bytes)
     blocks, _ = protocol.norm_blocks(row_chunks)
-    kernel = cubin.rms_norm_kernel(params["tp"], fmt.name, gpu.multicast, gpu.arch, algorithm, blocks)
+    kernel = cubin.rms_norm_kernel(params["tp"], fmt.name, gpu.multicast, gpu.arch, one.algorithm, blocks)
     most_ctas = protocol.most_ctas(gpu.ranks_on_device, gpu.sm_count, kernel.ctas_per_sm)
     return _cute_call.lower(
         ctx.replace(avals_in=ctx.avals_in[:3]),  # the rank and the group are the workspace's to know
