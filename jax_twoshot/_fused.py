@@ -62,13 +62,7 @@ def all_reduce_rms_norm(
         typed as varying over ``axis_name``; an axis or a workspace as of :func:`jax_twoshot.all_reduce`.
       NotImplementedError: as of :func:`jax_twoshot.all_reduce`.
     """
-    _ffi.enter_process()
-    axes = _api.manual_axes(_NAME, axis_name)
-    if axes.explicit:
-        raise NotImplementedError(
-            f"jax_twoshot.{_NAME}: every axis of the mesh has to be manual, {sorted(axes.explicit)} are Explicit; "
-            "leave axis_names out of jax.shard_map"
-        )
+    axes = _api.all_manual_axes(_NAME, axis_name)
     x, residual, weight = map(jnp.asarray, (x, residual, weight))
     fmt = _check_arrays(x, residual, weight)
     _check_eps(eps)

@@ -49,7 +49,7 @@ def matmul_all_reduce(
         :func:`jax_twoshot.all_reduce`.
       NotImplementedError: as of :func:`jax_twoshot.all_reduce`.
     """
-    axes = _api.manual_axes(_NAME, axis_name)
+    axes = _api.all_manual_axes(_NAME, axis_name)
     a, w = map(jnp.asarray, (a, w))
     _check_arrays(a, w)
     with jax.named_scope(f"jax_twoshot.{_NAME}"):
