@@ -1,7 +1,7 @@
 """Runs a kernel's PTX in Python: all threads of all ranks, interleaved at random, without a GPU.
 
-Only what the all-reduce's kernels use. Memory is sequentially consistent and clocks stand still. A thread may be held up
-at every turn of a loop, at a barrier, and now and then after a store that a peer polls.
+Only what the all-reduce's kernels use. Memory is sequentially consistent and clocks stand still. A thread may be held
+up at every turn of a loop, at a barrier, and now and then after a store that a peer polls.
 """
 
 from __future__ import annotations
