@@ -20,10 +20,13 @@ namespace {
 
 // Mirrors kernels/launch.py: the control block is eight words, all zero in a new workspace.
 constexpr size_t kControlBytes = 32;
+constexpr size_t kControlState = 8;
 constexpr size_t kControlCalls = 12;
 constexpr uint32_t kSlow = 1;
 constexpr uint32_t kFailed = 2;
 constexpr uint32_t kReduce = 1;
+constexpr uint32_t kOversize = 3;  // kernels/launch.py
+constexpr char kUntilReset[] = ". The results since then are NaN, until Workspace.reset() is called on every process";
 
 std::atomic<int64_t> handler_calls{0};
 
@@ -74,7 +77,7 @@ void LoadKernel(const std::string& code, const std::string& symbol, Kernel& kern
                what);
 }
 
-// In a context in which the library may be gone already, at exit, errors have nobody to go to.
+// In the context that it was loaded into. An error has nobody to go to.
 void UnloadKernel(const Kernel& kernel) {
   if (kernel.library != nullptr) CudaDriver::Get().cuLibraryUnload(kernel.library);
 }
@@ -149,19 +152,26 @@ std::string CudaWorkspace::Describe(const Device& device, const StatusRecord& st
                        status.phase == kReduce, status.generation, status.chunk, seconds, call});
 }
 
+std::string CudaWorkspace::DescribeOversize(const Device& device, const StatusRecord& status) const {
+  return "jax_twoshot over " + axes_ + ": a kernel gave rank " + std::to_string(device.buffers.rank) +
+         " a message of " + std::to_string(status.chunk) + " chunks of " + std::to_string(kChunkBytes) +
+         " bytes, which workspace " + std::to_string(id_) + " cannot hold: make it with more rows";
+}
+
 std::optional<std::string> CudaWorkspace::Failure() const {
   if (resetting_) {
     return "jax_twoshot.all_reduce over " + axes_ + ": workspace " + std::to_string(id_) +
            " is being reset, or was not reset on every process: call reset() on all of them, and make no call before "
            "it returns";
   }
+  if (interrupted_) return interruption_;
   const Deadline deadline = DeadlineOf(timeout_seconds_);
   for (const auto& [ordinal, device] : devices_) {
     const StatusRecord status = Read(*device.status);
     if (status.state == kFailed) {
+      if (status.phase == kOversize) return DescribeOversize(device, status) + kUntilReset;
       const double waited = deadline.seconds * (status.phase == kReduce ? 1 : kCollectPatience);
-      return Describe(device, status, waited) + "; " + DeadlineAdvice(deadline) +
-             ". The results since then are NaN, until Workspace.reset() is called on every process";
+      return Describe(device, status, waited) + "; " + DeadlineAdvice(deadline) + kUntilReset;
     }
   }
   return std::nullopt;
@@ -177,7 +187,11 @@ void CudaWorkspace::Clear() {
 }
 
 void CudaWorkspace::EndReset() {
-  for (auto& [ordinal, device] : devices_) std::memset(device.status, 0, sizeof(StatusRecord));
+  for (auto& [ordinal, device] : devices_) {
+    std::memset(device.status, 0, sizeof(StatusRecord));
+    device.slow = {};
+  }
+  interrupted_ = false;
   resetting_ = false;
 }
 
@@ -188,6 +202,7 @@ std::vector<std::string> CudaWorkspace::SlowWaits() {
     uint32_t slow = kSlow;
     if (status.state == kSlow &&
         __atomic_compare_exchange_n(&device.status->state, &slow, 0u, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
+      device.slow = status;
       texts.push_back(Describe(device, status, DeadlineOf(timeout_seconds_).seconds / 10));
       counts_->AddSlowWait();
     }
@@ -197,14 +212,38 @@ std::vector<std::string> CudaWorkspace::SlowWaits() {
 
 int64_t CudaWorkspace::RoundsDone() {
   const std::lock_guard<std::mutex> lock(counting_);
-  auto& [ordinal, device] = *devices_.begin();
+  return FinishedRounds(devices_.begin()->second);
+}
+
+uint32_t CudaWorkspace::FinishedRounds(Device& device) {
   const CudaDriver& driver = CudaDriver::Get();
-  const DeviceScope scope(ordinal);
+  const DeviceScope scope(device.buffers.ordinal);
   const std::string what = "reading the control block";
   driver.Check(
-      driver.cuMemcpyDtoHAsync(&device.status->counted, device.control + kControlCalls, kWordBytes, device.side), what);
+      driver.cuMemcpyDtoHAsync(&device.status->copied, device.control + kControlCalls, kWordBytes, device.side), what);
   driver.Check(driver.cuStreamSynchronize(device.side), what);
-  return device.status->counted;
+  return device.status->copied;
+}
+
+void CudaWorkspace::EndSlowWaits() {
+  const std::lock_guard<std::mutex> lock(counting_);
+  const CudaDriver& driver = CudaDriver::Get();
+  for (auto& [ordinal, device] : devices_) {
+    // The count goes on when a round is over: while it stands, the round that was slow still is.
+    if (device.slow.state != kSlow || FinishedRounds(device) != device.slow.calls) continue;
+    if (!interrupted_) {
+      interruption_ = Describe(device, device.slow, DeadlineOf(timeout_seconds_).seconds / 10) +
+                      "; interrupted by Ctrl-C (SIGINT)" + kUntilReset;
+      interrupted_ = true;
+    }
+    const DeviceScope scope(ordinal);
+    const std::string what = "ending a wait";
+    device.status->copied = kFailed;
+    driver.Check(
+        driver.cuMemcpyHtoDAsync(device.control + kControlState, &device.status->copied, kWordBytes, device.side),
+        what);
+    driver.Check(driver.cuStreamSynchronize(device.side), what);
+  }
 }
 
 std::optional<std::string> CudaWorkspace::Launch(int ordinal, CUstream stream, std::optional<Algorithm> asked,
@@ -305,6 +344,7 @@ std::optional<std::string> CudaWorkspace::Launch(int ordinal, CUstream stream, c
                                                  std::vector<void*> first) {
   const auto found = devices_.find(ordinal);
   if (found == devices_.end()) return NotThisDevice(ordinal);
+  if (found == devices_.begin()) counts_->AddCall(0);  // its messages are the kernel's own affair
   const CUresult launched =
       Launch(found->second, stream, kernel.at(ordinal), grid, threads, shared_memory, std::move(first));
   if (launched != 0) return "launching the kernel: " + CudaDriver::Get().ErrorText(launched);

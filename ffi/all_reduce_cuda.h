@@ -41,12 +41,12 @@ struct RankBuffers {
 // The record that a kernel writes to pinned host memory when a wait is slow or has failed.
 struct StatusRecord {
   uint32_t state;  // kOk, kSlow, kFailed; written last
-  uint32_t phase;  // 1 reduce, 2 collect
+  uint32_t phase;  // 1 reduce, 2 collect; 3 no wait, but a message of `chunk` chunks that does not fit
   uint32_t generation;
   uint32_t chunk;  // of the round
   uint32_t missing[2];
-  uint32_t calls;    // rounds before this one, modulo 2^32
-  uint32_t counted;  // not the kernel's: where RoundsDone copies to
+  uint32_t calls;   // rounds before this one, modulo 2^32
+  uint32_t copied;  // not the kernel's: what the host copies to or from the control block
 };
 
 // A compiled kernel that is no all-reduce, and what it takes of an SM.
@@ -87,6 +87,8 @@ class CudaWorkspace {
   void BeginReset() { resetting_ = true; }
   void Clear();
   void EndReset();
+  // Ends the waits that SlowWaits has told of and that still last: as if their deadline had passed.
+  void EndSlowWaits();
   // Address of a device's control block: for tests, which make it say what only many calls would.
   uint64_t Control(int ordinal) const { return devices_.at(ordinal).control; }
   // What every rank of this process that waits for long waits for; each wait is told of once.
@@ -124,15 +126,18 @@ class CudaWorkspace {
     CUdeviceptr control = 0;
     StatusRecord* status = nullptr;
     CUstream side = nullptr;  // for what must not wait for the calls in flight
+    StatusRecord slow{};      // the last slow wait that SlowWaits told of
     std::map<std::pair<Algorithm, std::string>, Kernel> kernels;
   };
 
+  uint32_t FinishedRounds(Device& device);
   void Prepare(Device& device, const std::vector<Cubin>& cubins);
   void Release(Device& device);
   // One launch on `device`: `parameters` and, after them, those that every kernel of a workspace gets.
   CUresult Launch(Device& device, CUstream stream, const Kernel& kernel, int64_t grid, int threads, int shared_memory,
                   std::vector<void*> parameters) const;
   std::string Describe(const Device& device, const StatusRecord& status, double seconds) const;
+  std::string DescribeOversize(const Device& device, const StatusRecord& status) const;
 
   int64_t id_;
   std::string axes_;
@@ -142,6 +147,8 @@ class CudaWorkspace {
   int ranks_on_device_;
   int sm_count_;
   std::atomic<bool> resetting_{false};
+  std::string interruption_;  // why no further call can succeed, once interrupted_ is set
+  std::atomic<bool> interrupted_{false};
   const std::shared_ptr<CallCounts> counts_;
   std::mutex counting_;
   std::map<int, Device> devices_;

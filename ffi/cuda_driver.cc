@@ -34,6 +34,7 @@ CudaDriver Open() {
   Find(library, "cuMemHostAlloc", driver.cuMemHostAlloc);
   Find(library, "cuMemFreeHost", driver.cuMemFreeHost);
   Find(library, "cuMemcpyDtoHAsync_v2", driver.cuMemcpyDtoHAsync);
+  Find(library, "cuMemcpyHtoDAsync_v2", driver.cuMemcpyHtoDAsync);
   Find(library, "cuStreamCreate", driver.cuStreamCreate);
   Find(library, "cuStreamSynchronize", driver.cuStreamSynchronize);
   Find(library, "cuStreamDestroy_v2", driver.cuStreamDestroy);

@@ -60,6 +60,7 @@ struct CudaDriver {
   CUresult (*cuMemHostAlloc)(void** address, size_t bytes, unsigned flags);
   CUresult (*cuMemFreeHost)(void* address);
   CUresult (*cuMemcpyDtoHAsync)(void* to, CUdeviceptr from, size_t bytes, CUstream stream);
+  CUresult (*cuMemcpyHtoDAsync)(CUdeviceptr to, const void* from, size_t bytes, CUstream stream);
   CUresult (*cuStreamCreate)(CUstream* stream, unsigned flags);
   CUresult (*cuStreamSynchronize)(CUstream stream);
   CUresult (*cuStreamDestroy)(CUstream stream);

@@ -93,6 +93,7 @@ NB_MODULE(_extension, module) {
              });
   module.def("set_timeout", [](double seconds) { jax_twoshot::timeout_seconds = seconds; });
   module.def("count_interrupts", &jax_twoshot::CountInterrupts);
+  module.def("interrupts", [] { return jax_twoshot::interrupts.load(); });
   // For tests/test_faults.py alone.
   module.def("plant_fault", &PlantFault, nb::arg("kind"), nb::arg("rank") = 0, nb::arg("phase") = "push",
              nb::arg("seconds") = 0.0, nb::arg("owner") = 0);
@@ -132,6 +133,7 @@ NB_MODULE(_extension, module) {
       .def("begin_reset", &jax_twoshot::CudaWorkspace::BeginReset)
       .def("clear", &jax_twoshot::CudaWorkspace::Clear)
       .def("end_reset", &jax_twoshot::CudaWorkspace::EndReset)
+      .def("end_slow_waits", &jax_twoshot::CudaWorkspace::EndSlowWaits, nb::call_guard<nb::gil_scoped_release>())
       .def("control", &jax_twoshot::CudaWorkspace::Control)
       // For bench.py: the kernels alone, on a stream of the caller's own.
       .def(
@@ -147,25 +149,24 @@ NB_MODULE(_extension, module) {
           nb::arg("algorithm") = "auto", nb::arg("alone") = false);
   using Cubin = std::tuple<std::string, std::string, nb::bytes, std::string, bool>;
   using Rank = std::tuple<int, int, uint64_t, uint64_t, std::vector<uint64_t>>;
-  module.def("open_cuda_workspace",
-             [](int64_t id, std::string axes, int tp, int64_t slot_chunks, int generations, double timeout,
-                int64_t one_shot_bytes, int ranks_on_device, int sm_count, const std::vector<Cubin>& cubins,
-                const std::vector<Rank>& ranks) {
-               std::vector<jax_twoshot::Cubin> code;
-               for (const auto& [algorithm, format, bytes, symbol, pdl] : cubins) {
-                 code.push_back({jax_twoshot::AlgorithmNamed(algorithm).value(), format,
-                                 std::string(bytes.c_str(), bytes.size()), symbol, pdl});
-               }
-               std::vector<jax_twoshot::RankBuffers> buffers;
-               for (const auto& [ordinal, rank, address, multicast, peers] : ranks) {
-                 buffers.push_back({ordinal, rank, address, multicast, peers});
-               }
-               const jax_twoshot::Layout layout{tp, slot_chunks, generations};
-               auto workspace = std::make_shared<jax_twoshot::CudaWorkspace>(
-                   id, std::move(axes), layout, timeout, one_shot_bytes, ranks_on_device, sm_count, code, buffers);
-               jax_twoshot::CudaWorkspace::Open(workspace);
-               return workspace;
-             });
+  module.def("open_cuda_workspace", [](int64_t id, std::string axes, int tp, int64_t slot_chunks, int generations,
+                                       double timeout, int64_t one_shot_bytes, int ranks_on_device, int sm_count,
+                                       const std::vector<Cubin>& cubins, const std::vector<Rank>& ranks) {
+    std::vector<jax_twoshot::Cubin> code;
+    for (const auto& [algorithm, format, bytes, symbol, pdl] : cubins) {
+      code.push_back({jax_twoshot::AlgorithmNamed(algorithm).value(), format, std::string(bytes.c_str(), bytes.size()),
+                      symbol, pdl});
+    }
+    std::vector<jax_twoshot::RankBuffers> buffers;
+    for (const auto& [ordinal, rank, address, multicast, peers] : ranks) {
+      buffers.push_back({ordinal, rank, address, multicast, peers});
+    }
+    const jax_twoshot::Layout layout{tp, slot_chunks, generations};
+    auto workspace = std::make_shared<jax_twoshot::CudaWorkspace>(id, std::move(axes), layout, timeout, one_shot_bytes,
+                                                                  ranks_on_device, sm_count, code, buffers);
+    jax_twoshot::CudaWorkspace::Open(workspace);
+    return workspace;
+  });
   module.def("cuda_handler_calls", &jax_twoshot::CudaHandlerCalls);
   module.def("close_cuda_workspace", &jax_twoshot::CudaWorkspace::Close);
   module.def("cuda_workspace_in_use", &jax_twoshot::CudaWorkspace::InUse);

@@ -81,8 +81,8 @@ struct RoundPlan {
   int64_t chunks;
 };
 
-// The next round of a message of which `left` chunks are left; `asked` is nothing where the choice is ours: one shot for
-// what is left if that is at most `one_shot_bytes`.
+// The next round of a message of which `left` chunks are left; `asked` is nothing where the choice is ours: one shot
+// for what is left if that is at most `one_shot_bytes`.
 inline constexpr RoundPlan NextRound(const Layout& layout, int64_t left, std::optional<Algorithm> asked,
                                      int64_t one_shot_bytes) {
   const bool fast = left <= layout.slot_chunks && left * kChunkBytes <= one_shot_bytes;

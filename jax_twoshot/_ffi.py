@@ -113,10 +113,15 @@ _process: int | None = None
 
 
 def let_ctrl_c_end_waits() -> None:
-    """Calls that wait on CPU end on Ctrl-C from now on, unless the program has a SIGINT handler of its own: it may mean
+    """Calls that wait long end on Ctrl-C from now on, unless the program has a SIGINT handler of its own: it may mean
     to end the step first."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         _extension.count_interrupts()
+
+
+def interrupts() -> int:
+    """How often Ctrl-C was pressed since `let_ctrl_c_end_waits` was first called."""
+    return _extension.interrupts()
 
 
 def timeout_attribute(timeout: float | None) -> float:

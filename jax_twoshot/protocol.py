@@ -291,8 +291,11 @@ MATMUL_COLUMNS = 64
 """Columns of a tile: a chunk for each four lanes of a warp, in two of its registers' fours."""
 MATMUL_DEPTH = 32
 """Rows of ``w`` that a warp multiplies at a time."""
-MATMUL_MAX_ROWS = 64
-"""Rows of ``a``: the sums of all rows of a tile stay in registers."""
+MATMUL_ROW_TILES = (1, 2, 4)
+"""Rows of ``a``, in sixteens, for which there are kernels: the sums of all rows of a tile stay in registers."""
+MATMUL_MAX_ROWS = 16 * MATMUL_ROW_TILES[-1]
+MATMUL_FORMATS = ("bfloat16", "float16")
+"""What tensor cores multiply with exact products and FP32 sums."""
 
 
 # ---- Launch plan (CUDA) ------------------------------------------------------------------------------------

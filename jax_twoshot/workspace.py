@@ -116,9 +116,10 @@ class Stats:
     three tell what was launched or recorded into graphs, each launch once.
 
     Attributes:
-      calls: that reached the handler; an empty message or a single rank makes none.
-      bytes: of those calls' messages, of one rank.
-      algorithms: rounds of those calls, by algorithm.
+      calls: that reached the handler, also of `all_reduce_rms_norm` and of kernels of one's own; an empty message or a
+        single rank makes none.
+      bytes: of those calls' messages, of one rank; on CUDA of `all_reduce` only.
+      algorithms: rounds of the same calls as ``bytes``, by algorithm.
       rounds: all. On CUDA those that are finished, since the workspace was made or reset, modulo 2^32; once it is
         closed, those of ``algorithms``.
       slow_waits: waits, of any rank of this process, that lasted longer than a tenth of the deadline (R9).
@@ -437,6 +438,7 @@ class _CudaBuffers:
                 "one can wait for the kernels of its peers, which wait for it. Set CUDA_MODULE_LOADING=EAGER before "
                 "JAX starts"
             )
+        _ffi.let_ctrl_c_end_waits()
         _start_watching()
 
     def _open(self, buffers: Sequence[SymmetricBuffer]) -> None:
@@ -490,6 +492,11 @@ class _CudaBuffers:
         """What ranks of this process have been waiting for long for, each wait once."""
         return self.native.slow_waits() if self.native is not None else []
 
+    def end_slow_waits(self) -> None:
+        """Ends the waits that `slow_waits` has told of."""
+        if self.native is not None:
+            self.native.end_slow_waits()
+
     def reset(self) -> None:
         from jax_twoshot import symmetric
 
@@ -531,8 +538,8 @@ _WATCH_SECONDS = 0.5
 
 
 def _start_watching() -> None:
-    """Starts the thread that logs slow waits (R9), since while a GPU waits the host mostly waits for the GPU, and
-    that frees what compiled programs let go of."""
+    """Starts the thread that logs slow waits (R9) and ends them on Ctrl-C, since while a GPU waits the host mostly
+    waits for the GPU, and that frees what compiled programs let go of."""
     global _watcher
     if _watcher is None:
         _watcher = threading.Thread(target=_watch, name="jax_twoshot-watch", daemon=True)
@@ -540,10 +547,23 @@ def _start_watching() -> None:
 
 
 def _watch() -> None:
+    interrupts = _ffi.interrupts()
     while True:
         time.sleep(_WATCH_SECONDS)
         _log_slow_waits()
+        if (now := _ffi.interrupts()) != interrupts:
+            interrupts = now
+            _end_slow_waits()
         _free_unused()
+
+
+def _end_slow_waits() -> None:
+    for workspace in list(_open.values()):
+        if workspace._cuda is not None:
+            try:
+                workspace._cuda.end_slow_waits()
+            except RuntimeError as error:
+                logger.warning("workspace %d: Ctrl-C ends no wait: %s", workspace.handle.id, error)
 
 
 def _log_slow_waits() -> None:

@@ -17,6 +17,10 @@ chunk. The faults that the search looks for:
     live    a store over a cell that is not armed: somebody's data is gone
     stale   a poll that returned another call's data
     stuck   not every call is done, and no rank can take a step
+
+Any rank may be late by any time: that is what interleavings are. With ``crash`` one may also end between any two
+steps; with ``deadline`` whoever waits may give up, however soon its peer would have come. A rank that has given up,
+or has done its calls, comes to ``Workspace.reset``, if there is one: it arms its own memory and makes all calls again.
 """
 
 from __future__ import annotations
@@ -61,6 +65,10 @@ class Protocol:
       deferred: a call re-arms what the call before it has read, not what it reads itself.
       empty_advances: a call without elements moves on to the next generation.
       in_order: the steps of a call happen in the order of its list.
+      crash: one rank may end.
+      deadline: a wait may end without its data.
+      reset: a reset and as many calls again follow. It holds the points at which ranks wait for each other in it:
+        "settled", when none of them is in a call any more, and "armed", when all have armed their memory.
     """
 
     generations: int
@@ -69,6 +77,13 @@ class Protocol:
     deferred: bool = False
     empty_advances: bool = False
     in_order: bool = True
+    crash: bool = False
+    deadline: bool = False
+    reset: frozenset[str] | None = None
+
+    def program(self, rank: int) -> list[list[Step]]:
+        """The steps of each call of ``rank``; with a reset in the middle the calls come twice."""
+        return [self.steps(rank, call) for call in range(len(self.messages))] * (1 if self.reset is None else 2)
 
     def generation(self, call: int) -> int:
         before = self.messages[:call]
@@ -134,8 +149,14 @@ def slots_of(rank: int, generation: int, index: int = 0) -> list[Cell]:
     return [Cell(rank, "recv", generation, index * len(RANKS) + slot) for slot in RANKS]
 
 
+COMES, SETTLED, ARMED_AGAIN, STARTS = -3, -2, -1, 0
+"""``RankState.done`` of a rank in a reset: it goes through them in this order."""
+ENDED = 1 << 32
+"""``RankState.done`` of a rank that takes no step any more, having crashed or given up for good."""
+
+
 class RankState(NamedTuple):
-    """Which call a rank is in, and which of its steps are done (a bit each)."""
+    """Which call a rank is in, and which of its steps are done (a bit each), or what it does instead of it."""
 
     call: int
     done: int
@@ -161,13 +182,23 @@ class Move(NamedTuple):
     fault: Fault | None
 
 
-def moves(programs: list[list[list[Step]]], state: State) -> Iterator[Move]:
-    """Every step that some rank can take next. A poll of an armed cell is no step: it tries again."""
+def moves(protocol: Protocol, programs: list[list[list[Step]]], state: State) -> Iterator[Move]:
+    """Every step that some rank can take next. A poll of an armed cell is no step: it tries again, or gives up."""
     memory = dict(state.memory)
     for rank, (call, done) in enumerate(state.ranks):
-        if call == len(programs[rank]):
+        if call == len(programs[rank]) or done == ENDED:
+            continue
+        if done < 0:
+            yield from reset_moves(protocol, rank, state)
             continue
         steps = programs[rank][call]
+        if protocol.crash and all(other.done != ENDED for other in state.ranks):
+            yield Move(f"rank {rank}, call {call}: ends", with_rank(state, rank, RankState(call, ENDED)), None)
+        if protocol.deadline and waits(steps, done, memory):
+            after = RankState(call, ENDED)
+            if protocol.reset is not None and call < len(protocol.messages):
+                after = RankState(len(protocol.messages), COMES)
+            yield Move(f"rank {rank}, call {call}: gives up", with_rank(state, rank, after), None)
         for i, (action, cell, after) in enumerate(steps):
             held = memory.get(cell, ARMED)
             if done >> i & 1 or not all(done >> j & 1 for j in after) or (action == "poll" and held == ARMED):
@@ -182,39 +213,67 @@ def moves(programs: list[list[list[Step]]], state: State) -> Iterator[Move]:
             else:
                 changed = {c: data for c, data in memory.items() if c != cell}
             ranks = list(state.ranks)
-            ranks[rank] = next_call(programs[rank], RankState(call, done | 1 << i))
+            ranks[rank] = next_call(protocol, programs[rank], RankState(call, done | 1 << i))
             where = f"rank {cell.rank}'s {cell.buffer}[{cell.generation}, {cell.place}]"
             text = f"rank {rank}, call {call}: {action} {where}"
             yield Move(text, State(tuple(ranks), frozenset(changed.items())), fault)
 
 
-def next_call(program: list[list[Step]], rank: RankState) -> RankState:
-    """The same state, past every call that has no step left to do (an empty call has none at all)."""
+def with_rank(state: State, rank: int, new: RankState) -> State:
+    return State((*state.ranks[:rank], new, *state.ranks[rank + 1 :]), state.memory)
+
+
+def waits(steps: list[Step], done: int, memory: dict[Cell, int]) -> bool:
+    """Whether a rank polls a place that is armed."""
+    return any(
+        action == "poll" and not done >> i & 1 and all(done >> j & 1 for j in after) and cell not in memory
+        for i, (action, cell, after) in enumerate(steps)
+    )
+
+
+def reset_moves(protocol: Protocol, rank: int, state: State) -> Iterator[Move]:
+    """The step of a reset that ``rank`` can take next, unless it has to wait for the others."""
+    assert protocol.reset is not None
+    here = state.ranks[rank]
+    barrier = {COMES: "settled", ARMED_AGAIN: "armed"}.get(here.done)
+    if barrier in protocol.reset and any(other < here for other in state.ranks):
+        return
+    memory = state.memory
+    if here.done == SETTLED:
+        memory = frozenset(entry for entry in memory if entry[0].rank != rank)
+    after = with_rank(State(state.ranks, memory), rank, RankState(here.call, here.done + 1))
+    yield Move(f"rank {rank}, reset: {barrier or 'arms'}", after, None)
+
+
+def next_call(protocol: Protocol, program: list[list[Step]], rank: RankState) -> RankState:
+    """The same state, past every call that has no step left to do (an empty call has none at all), up to a reset."""
     call, done = rank
     while call < len(program) and done == (1 << len(program[call])) - 1:
         call, done = call + 1, 0
+        if protocol.reset is not None and call == len(protocol.messages):
+            return RankState(call, COMES)
     return RankState(call, done)
 
 
 def search(protocol: Protocol) -> Result:
     """Visits every reachable state. A fault does not end the search: its consequences are found too."""
-    calls = range(len(protocol.messages))
-    programs = [[protocol.steps(rank, call) for call in calls] for rank in RANKS]
-    first = State(tuple(next_call(program, RankState(0, 0)) for program in programs), frozenset())
+    programs = [protocol.program(rank) for rank in RANKS]
+    first = State(tuple(next_call(protocol, program, RankState(0, 0)) for program in programs), frozenset())
     came_from: dict[State, tuple[State, str] | None] = {first: None}
     faults: dict[Fault, list[str]] = {}
     queue = deque([first])
     while queue:
         state = queue.popleft()
         stuck = True
-        for text, after, fault in moves(programs, state):
+        for text, after, fault in moves(protocol, programs, state):
             stuck = False
             if fault is not None and fault not in faults:
                 faults[fault] = [*path(came_from, state), text]
             if after not in came_from:
                 came_from[after] = (state, text)
                 queue.append(after)
-        if stuck and any(rank.call < len(calls) for rank in state.ranks) and "stuck" not in faults:
+        waiting = any(rank.call < len(programs[0]) and rank.done != ENDED for rank in state.ranks)
+        if stuck and waiting and "stuck" not in faults:
             faults["stuck"] = path(came_from, state)
     return Result(len(came_from), faults)
 

@@ -101,7 +101,7 @@ def test_a_delay_within_the_deadline_changes_nothing(call: Any, phase: str) -> N
 def test_a_rank_that_is_missing_is_named_and_nobody_has_a_number(
     call: Any, kind: str, phase: str, waits_in: str
 ) -> None:
-    with planted(kind, phase, seconds=3 * DEADLINE, owner=1):
+    with planted(kind, phase, seconds=1.5 * DEADLINE, owner=1):
         found = outcomes(call(parts()))
     texts = [text for text in found if isinstance(text, str)]
     assert len(texts) == TP or (kind, phase) == ("delay", "reduce"), found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations, product
 
 import pytest
@@ -132,3 +132,47 @@ class NeverRearms(Protocol):
 def test_search_sees_stale_data() -> None:
     """The model can tell old data from new: without re-arms a rank reads what an earlier call left."""
     assert set(search(NeverRearms(2)).faults) == {"live", "stale"}
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [
+        pytest.param(Protocol(2), id="immediate-thread"),
+        pytest.param(Protocol(2, (1, 1), in_order=False), id="immediate-ctas"),
+        pytest.param(Protocol(3, deferred=True), id="deferred-thread"),
+        pytest.param(Protocol(2, one_shot=EVERY_OTHER), id="mixed-thread"),
+    ],
+)
+def test_a_rank_that_ends_anywhere_makes_peers_wait_and_nothing_else(variant: Protocol) -> None:
+    """No number is wrong because of it; and where waits end (R9), nothing hangs."""
+    crashed = search(replace(variant, crash=True))
+    assert set(crashed.faults) == {"stuck"}, explain(crashed.faults)
+    assert ": ends" in "".join(crashed.faults["stuck"])
+    ended = search(replace(variant, crash=True, deadline=True))
+    assert not ended.faults, explain(ended.faults)
+
+
+RESET = frozenset({"settled", "armed"})
+
+
+@pytest.mark.parametrize(
+    ("variant", "states"),
+    [
+        pytest.param(Protocol(2, (2, 2, 1)), 971, id="thread"),
+        pytest.param(Protocol(2, (1, 2), in_order=False), 18841, id="ctas"),
+        pytest.param(Protocol(3, (2, 2), deferred=True), 557, id="deferred"),
+    ],
+)
+def test_a_reset_after_any_rank_gave_up_anywhere_holds(variant: Protocol, states: int) -> None:
+    """R7 again: all have settled, all have armed; then every call may give up or go on as if nothing had been."""
+    result = search(replace(variant, deadline=True, reset=RESET))
+    assert not result.faults, explain(result.faults)
+    assert result.states == states
+
+
+@pytest.mark.parametrize("barrier", sorted(RESET))
+def test_a_reset_needs_both_of_its_barriers(barrier: str) -> None:
+    """Without "settled" a late rank pushes into what is armed already; without "armed" a peer arms over a push."""
+    result = search(Protocol(2, (2, 2), deadline=True, reset=RESET - {barrier}))
+    assert "live" in result.faults
+    assert "reset" in "".join(result.faults["live"])

@@ -51,7 +51,7 @@ def run(program: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([program, *arguments], env={**os.environ, **options}, capture_output=True, text=True)
 
 
-@pytest.mark.parametrize(("build_as", "seconds"), [("thread", "6"), ("address", "3"), ("released", "3")])
+@pytest.mark.parametrize(("build_as", "seconds"), [("thread", "5"), ("address", "2"), ("released", "2")])
 def test_no_report_and_right_sums(build_as: str, seconds: str, tmp_path: Path) -> None:
     done = run(build(tmp_path, SOURCES, FLAGS[build_as]), seconds, "1000000")
     assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"

@@ -5,9 +5,11 @@ What could hang or end a process runs in one of its own, with a hard limit.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import textwrap
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -247,7 +249,7 @@ class TestExit:
             threading.Timer(1, os.kill, (os.getpid(), signal.SIGINT)).start()
         """
         started = [
-            start_script(textwrap.dedent(source).replace("TIMEOUT", "3" if "lambda" in last else "60") + last)
+            start_script(textwrap.dedent(source).replace("TIMEOUT", "2" if "lambda" in last else "60") + last)
             for last in endings
         ]
         for process, (code, text) in zip(started, endings.values(), strict=True):
@@ -262,6 +264,31 @@ class TestExit:
         """
         done = run_script(source, timeout=60)
         assert (done.returncode, done.stderr) == (0, "")
+
+    def test_a_workspace_may_end_in_any_order(self) -> None:
+        """Held by a global, closed at exit, never closed; before and after the first call; 200 made and dropped."""
+        run_ok("""
+            import atexit, gc
+            early = jax_twoshot.Workspace(mesh, "tp", rows=1, width=8, dtype=np.float32)
+            check()
+            atexit.register(early.close)
+            held = [jax_twoshot.Workspace(mesh, "tp", rows=2, width=360, dtype=np.float32)]
+            compiled = sharded(reduce).lower(x).compile()
+            def files():
+                gc.collect()
+                return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+            before = files()
+            for index in range(200):
+                workspace = jax_twoshot.Workspace(mesh, "tp", rows=64, width=7168, dtype=np.float32)
+                if index % 2:
+                    workspace.close()
+            del workspace
+            assert files() == before
+            assert (np.asarray(compiled(x)) == 28).all()
+            held[0].close()
+            assert (np.asarray(compiled(x)) == 28).all()
+            sys.modules["jax_twoshot"].kept = [held, compiled]
+        """)
 
     def test_fork(self) -> None:
         """A child forked in the middle of things ends, or hears that it cannot go on here; the parent can."""
@@ -339,6 +366,48 @@ class TestManyAtOnce:
             parts = [integers((2, 4, 72), seed=start + i) for i in range(3)]
             for result, part in zip([on_two(part) for part in parts], parts, strict=True):
                 assert_every_rank_has_the_sum(result, part)
+
+    def test_workspaces_over_one_axis_over_crossing_axes_and_psum(self) -> None:
+        """All in one program, in any order that XLA likes, beside psum over the same axes."""
+        mesh = cpu_mesh(2, 4, names=("x", "y"))
+        axes = ("x", "y", ("x", "y"), "x")
+        with contextlib.ExitStack() as stack:
+            workspaces = [
+                stack.enter_context(jax_twoshot.Workspace(mesh, a, rows=1, width=40 + i, dtype=np.float32))
+                for i, a in enumerate(axes)
+            ]
+
+            def f(x):
+                ours = [jax_twoshot.all_reduce(x, a, workspace=w) for a, w in zip(axes, workspaces, strict=True)]
+                return ours, [lax.psum(x, a) for a in axes]
+
+            program = on_ranks(f, mesh, ("x", "y"))
+            for seed in range(20):
+                ours, psums = program(integers((8, 3, 100), seed=seed))
+                assert_bitwise(ours, psums, seed)
+
+    def test_two_programs_from_two_threads(self) -> None:
+        """Over the same devices at the same time, on one workspace, in different orders."""
+        mesh = cpu_mesh(4)
+        with jax_twoshot.Workspace(mesh, "tp", rows=2, width=72, dtype=np.float32) as workspace:
+            f = on_ranks(lambda x: jax_twoshot.all_reduce(x, "tp", workspace=workspace), mesh)
+            parts = [integers((4, rows, 72), seed=rows) for rows in (1, 9)]
+            wrong: list[str] = []
+
+            def work(order: int) -> None:
+                for _ in range(30):
+                    for part in parts[::order]:
+                        try:
+                            assert_every_rank_has_the_sum(f(part), part)
+                        except Exception as error:
+                            wrong.append(f"{order}: {error}")
+
+            threads = [threading.Thread(target=work, args=(order,)) for order in (1, -1)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            assert not wrong
 
     def test_starvation_is_an_error(self) -> None:
         """40 runs in flight may starve each other: each is right or says so, and the process goes on."""

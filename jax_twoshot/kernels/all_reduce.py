@@ -27,7 +27,7 @@ The parameters of a launch, in this order, and nothing else (``ffi/all_reduce_cu
                          chunk     of the round
                          ranks     mask of the ranks whose chunk had not come, two words
                          calls     calls before this one
-                         unused
+                         the host's own
 
 A launch has blocks of `protocol.THREADS`, a grid of `protocol.grid`, no shared memory and, if `pdl`,
 programmatic stream serialization. A failed workspace stays failed: its calls wait for nothing and write NaN.

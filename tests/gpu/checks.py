@@ -10,8 +10,10 @@ import gc
 import hashlib
 import logging
 import os
+import signal
 import sys
 import tempfile
+import threading
 import time
 import weakref
 from collections import Counter
@@ -24,8 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh
 from worker import Job
 
 import jax_twoshot
@@ -477,8 +478,6 @@ def _soak_program(
 def long_soak(job: Job) -> dict[str, Any]:
     """Very many calls with nothing between them, and what memory they leave: chains of sums of sums, which multiply by
     the number of ranks, a power of two, and so stay exact in BF16. A wrong element of any call is one of the last."""
-    import torch
-
     tp, chain_calls = job.tp, 112 // (job.tp.bit_length() - 1)
     assert tp in (2, 4, 8)
     random, runs = np.random.default_rng(20), -(-job.calls // (chain_calls * SOAK_CHAINS))
@@ -503,7 +502,7 @@ def long_soak(job: Job) -> dict[str, Any]:
         return {
             "resident": int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE"),
             "files": len(os.listdir("/proc/self/fd")),
-            "device": -torch.cuda.mem_get_info()[0],
+            "device": _device_memory(),
         }
 
     with jax_twoshot.Workspace(job.mesh, "tp", rows=2, width=7168) as workspace:
@@ -536,6 +535,16 @@ def long_soak(job: Job) -> dict[str, Any]:
         "microseconds a call": round(1e6 * seconds / timed, 2),
         "grown": {name: end[name] - warm[name] for name in warm},
     }
+
+
+def _device_memory() -> int:
+    """Bytes of the GPU that are taken, by whatever process; 0 on CPU."""
+    if jax.default_backend() == "cpu":
+        return 0
+    import torch
+
+    free, total = torch.cuda.mem_get_info()
+    return total - free
 
 
 def _integers(shape: tuple[int, ...], number: jax.Array, rank: int | jax.Array, tp: int) -> jax.Array:
@@ -585,6 +594,18 @@ def cute(job: Job) -> dict[str, Any]:
             for index, (sums, want) in enumerate(zip(program(placed), chain(given, 3), strict=True)):
                 tally.add(f"run {run}, call {index}", sums, want)
         return tally.result()
+
+
+def oversize(job: Job) -> dict[str, Any]:
+    """What a kernel gets that is given more than the workspace holds."""
+    with jax_twoshot.Workspace(job.mesh, "tp", rows=1, width=2880, owners=1, tp=4) as workspace:
+        program = job.program(lambda x: cute_sum(x, workspace))
+        given = job.place(np.ones((1, 4, 2, 2880), BF16))
+        return {
+            "numbers in the result": _numbers(lambda: program(given)),
+            "check": _refusal(workspace.check, RuntimeError),
+            "next call": _numbers(lambda: program(given)),
+        }
 
 
 def all_to_all(job: Job) -> dict[str, Any]:
@@ -989,6 +1010,34 @@ def disagree(job: Job) -> dict[str, Any]:
     return found
 
 
+def interrupted(job: Job) -> dict[str, Any]:
+    """Ctrl-C while one rank stays away, after the warning and long before the deadline."""
+    tally, found = Tally(), {}
+    with jax_twoshot.Workspace(job.mesh, "tp", rows=16, width=2880, timeout=20) as workspace:
+        program = sum_program(job, workspace)
+        given = values(np.random.default_rng(21), job.tp, *SHAPE)
+        placed, want = job.place(given), reference.all_reduce(given)
+        tally.add("before", program(placed), want)
+        tally.result()
+        job.barrier()
+        if LATE not in job.here:
+            start = time.monotonic()
+            threading.Timer(4, os.kill, (os.getpid(), signal.SIGINT)).start()
+            try:
+                jax.block_until_ready(program(placed))
+                found["raised"] = False
+            except KeyboardInterrupt:
+                found["raised"] = True
+            found["seconds"] = round(time.monotonic() - start - 4, 2)
+            found["check"] = _refusal(workspace.check, RuntimeError)
+            found["next call"] = _numbers(lambda: program(placed))
+        job.barrier()
+        workspace.reset()
+        for run in range(5):
+            tally.add(f"after a reset, run {run}", program(placed), want)
+        return tally.result() | found
+
+
 def failed_setups(job: Job) -> dict[str, Any]:
     """Every step of a set-up fails on rank ``LATE``; what is left behind, and whether the next one works."""
     import torch
@@ -1050,10 +1099,9 @@ def fuzz(job: Job) -> dict[str, Any]:
         want = programs.expected(program, parts)
         ((axes, capacity),) = program.capacity
         mesh = Mesh(job.mesh.devices, program.names)
-        sharding = NamedSharding(mesh, P(*program.names))
         with jax_twoshot.Workspace(mesh, tuple(axes), rows=1, width=capacity, dtype=program.dtype) as workspace:
             compiled = programs.build(program, mesh, {axes: workspace})
-            placed = [jax.make_array_from_callback(x.shape, sharding, x.__getitem__) for x in parts]
+            placed = programs.place(program, mesh, parts)
             for _ in range(4):
                 if random.random() < 0.5:
                     job.hold_up_one(random)

@@ -90,10 +90,22 @@ def test_no_bit_of_a_kernel_of_ones_own_is_wrong(kernels, check, figure):
         assert (result["calls"], result["wrong"]) == (KERNEL_CALLS[check], 0), f"rank {rank}: {result['first']}"
 
 
-def test_one_gpu_plays_all_ranks(gpu, figure):
-    (result,) = (rank["stand_in"] for rank in worker.launch(1, ["stand_in"]))
+@pytest.fixture(scope="module")
+def one_gpu(gpu):
+    """Results of one process that plays all ranks."""
+    return worker.launch(1, ["stand_in", "oversize"])[0]
+
+
+def test_one_gpu_plays_all_ranks(one_gpu, figure):
+    result = one_gpu["stand_in"]
     figure(f"{result['seconds']} s, {result}")
     assert (result["calls"], result["wrong"]) == (4 * 100 * 3, 0), result["first"]
+
+
+def test_a_message_that_does_not_fit_fails_the_workspace(one_gpu):
+    assert one_gpu["oversize"]["numbers in the result"] == 0
+    for text in (one_gpu["oversize"]["check"], one_gpu["oversize"]["next call"]):
+        assert "a kernel gave rank 0 a message of 720 chunks of 16 bytes" in str(text)
 
 
 # ---- Programs and workspaces -------------------------------------------------------------------------------
@@ -208,7 +220,7 @@ def test_a_killed_rank_is_named(gpu, figure):
         judge_what_the_others_saw(rank, caught.value.summaries[rank]["killed"], figure)
 
 
-FAULTS = ("reset", "dropped_pushes", "wrap", "starved", "disagree", "failed_setups")
+FAULTS = ("reset", "dropped_pushes", "wrap", "starved", "disagree", "interrupted", "failed_setups")
 
 
 @pytest.fixture(scope="module")
@@ -262,6 +274,17 @@ def test_calls_in_another_order_on_one_rank_are_found_out(faults, figure):
     assert any(rank["disagree"]["check"] is not None for rank in faults)
     for text in (rank["disagree"]["check"] for rank in faults):
         assert text is None or "the deadline Workspace(timeout=...) of 3 s has passed" in text
+
+
+def test_ctrl_c_ends_a_wait_after_its_warning(faults, figure):
+    """The deadline is 20 s."""
+    for rank, result in enumerate(r["interrupted"] for r in faults):
+        assert (result["calls"], result["wrong"]) == (6, 0), result["first"]
+        if rank in OTHERS:
+            figure(f"rank {rank}: {result['seconds']} s after Ctrl-C: {result['check']}")
+            assert result["raised"] and result["seconds"] < 10
+            for text in (result["check"], str(result["next call"])):
+                assert f"rank {rank} of 4 waits for rank 2 (" in text and "interrupted by Ctrl-C (SIGINT)" in text
 
 
 def test_a_failed_set_up_leaves_nothing_behind(faults, figure):
