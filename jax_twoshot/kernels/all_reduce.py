@@ -62,7 +62,8 @@ tables; what is within a few percent of each other is the same).
   / 4.85 / 14.13 instead of 3.19 / 5.49 / 16.51 at TP 8; one shot over NVLink 1.87 / 2.52 / 4.71 instead of 1.96 /
   2.64 / 5.34.
 - L1::no_allocate on operand and result: 13.11 instead of 14.13 at TP 8 and 64 rows, no difference elsewhere. L2
-  evict_first on them gained no more (with batches of 4), evict_last on the mailboxes cost up to 5 %.
+  evict_first on them gained no more (with batches of 4); evict_last on the mailboxes was from 4 % faster to 5 %
+  slower.
 - A GPU of one's own: 448 CTAs, one chunk a thread, instead of 396 (`protocol.OWN_GPU_SHARE`): 4.47 instead of 4.71,
   one shot of 64 rows over NVLink.
 - As many chunks for every thread: 3.37 instead of 3.86 at TP 4 and 16 rows, where a few threads have two, and 3.81
