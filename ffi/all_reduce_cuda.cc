@@ -25,6 +25,7 @@ constexpr size_t kControlCalls = 12;
 constexpr uint32_t kSlow = 1;
 constexpr uint32_t kFailed = 2;
 constexpr uint32_t kReduce = 1;
+constexpr uint32_t kOversize = 3;  // kernels/launch.py
 constexpr char kUntilReset[] = ". The results since then are NaN, until Workspace.reset() is called on every process";
 
 std::atomic<int64_t> handler_calls{0};
@@ -76,7 +77,7 @@ void LoadKernel(const std::string& code, const std::string& symbol, Kernel& kern
                what);
 }
 
-// In a context in which the library may be gone already, at exit, errors have nobody to go to.
+// In the context that it was loaded into. An error has nobody to go to.
 void UnloadKernel(const Kernel& kernel) {
   if (kernel.library != nullptr) CudaDriver::Get().cuLibraryUnload(kernel.library);
 }
@@ -151,6 +152,12 @@ std::string CudaWorkspace::Describe(const Device& device, const StatusRecord& st
                        status.phase == kReduce, status.generation, status.chunk, seconds, call});
 }
 
+std::string CudaWorkspace::DescribeOversize(const Device& device, const StatusRecord& status) const {
+  return "jax_twoshot over " + axes_ + ": a kernel gave rank " + std::to_string(device.buffers.rank) +
+         " a message of " + std::to_string(status.chunk) + " chunks of " + std::to_string(kChunkBytes) +
+         " bytes, which workspace " + std::to_string(id_) + " cannot hold: make it with more rows";
+}
+
 std::optional<std::string> CudaWorkspace::Failure() const {
   if (resetting_) {
     return "jax_twoshot.all_reduce over " + axes_ + ": workspace " + std::to_string(id_) +
@@ -162,6 +169,7 @@ std::optional<std::string> CudaWorkspace::Failure() const {
   for (const auto& [ordinal, device] : devices_) {
     const StatusRecord status = Read(*device.status);
     if (status.state == kFailed) {
+      if (status.phase == kOversize) return DescribeOversize(device, status) + kUntilReset;
       const double waited = deadline.seconds * (status.phase == kReduce ? 1 : kCollectPatience);
       return Describe(device, status, waited) + "; " + DeadlineAdvice(deadline) + kUntilReset;
     }

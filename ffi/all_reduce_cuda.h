@@ -41,7 +41,7 @@ struct RankBuffers {
 // The record that a kernel writes to pinned host memory when a wait is slow or has failed.
 struct StatusRecord {
   uint32_t state;  // kOk, kSlow, kFailed; written last
-  uint32_t phase;  // 1 reduce, 2 collect
+  uint32_t phase;  // 1 reduce, 2 collect; 3 no wait, but a message of `chunk` chunks that does not fit
   uint32_t generation;
   uint32_t chunk;  // of the round
   uint32_t missing[2];
@@ -137,6 +137,7 @@ class CudaWorkspace {
   CUresult Launch(Device& device, CUstream stream, const Kernel& kernel, int64_t grid, int threads, int shared_memory,
                   std::vector<void*> parameters) const;
   std::string Describe(const Device& device, const StatusRecord& status, double seconds) const;
+  std::string DescribeOversize(const Device& device, const StatusRecord& status) const;
 
   int64_t id_;
   std::string axes_;

@@ -2,7 +2,15 @@
 
 from typing import NoReturn
 
-__all__ = ["CuteKernel", "Workspace", "all_reduce", "all_reduce_rms_norm", "cute_call", "replacing_psum"]
+__all__ = [
+    "CuteKernel",
+    "Workspace",
+    "all_reduce",
+    "all_reduce_rms_norm",
+    "cute_call",
+    "matmul_all_reduce",
+    "replacing_psum",
+]
 __version__ = "0.1.0"
 
 try:
@@ -11,6 +19,7 @@ try:
     from jax_twoshot._api import all_reduce
     from jax_twoshot._cute_call import CuteKernel, cute_call
     from jax_twoshot._fused import all_reduce_rms_norm
+    from jax_twoshot._matmul import matmul_all_reduce
     from jax_twoshot._psum import replacing_psum
     from jax_twoshot.workspace import Workspace
 except (ImportError, ValueError) as error:

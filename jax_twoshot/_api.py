@@ -300,6 +300,28 @@ def no_workspace(what: str, dtype: Any) -> ValueError:
     )
 
 
+def algorithm_for(workspace: workspace.Handle, chunks: int) -> str:
+    """Which of `protocol.ALGORITHMS` one launch on GPUs takes for a message that one round carries."""
+    assert workspace.gpu is not None
+    (one,) = protocol.rounds(workspace.layout, chunks, one_shot_bytes=workspace.gpu.one_shot_bytes)
+    return one.algorithm
+
+
+def rows_in_a_round(what: str, workspace: workspace.Handle, width: int, fmt: protocol.Format) -> int:
+    """Most rows of whole chunks that one launch can carry.
+
+    Raises:
+      ValueError: not even one; ``what`` names the call and its axes.
+    """
+    rows = workspace.layout.capacity_chunks // fmt.chunks(width)
+    if rows == 0:
+        raise ValueError(
+            f"{what}: the workspace must hold a row, {width} elements, it holds "
+            f"{workspace.layout.capacity_chunks * fmt.chunk}; make a Workspace with this width"
+        )
+    return rows
+
+
 def _attributes(axes: tuple[str, ...], layout: protocol.Layout) -> dict[str, Any]:
     """What the handlers of both platforms read; the version keeps a program cached on disk to the library it is for."""
     return {

@@ -103,7 +103,7 @@ def cute_call(
       scalars: whole numbers of 32 bits.
       threads: of a CTA.
       ctas_per_sm: CTAs that fit one SM; the compiler keeps the registers down for it.
-      shared_memory: dynamic bytes of a CTA.
+      shared_memory: dynamic bytes of a CTA, as many as the kernel allocates.
       varying: under ``check_vma=True``, the mesh axes over which the results may differ: none for what is the same on
         every rank. By default those over which any operand may.
 

@@ -206,22 +206,16 @@ def _lower_cuda(ctx, x, residual, weight, rank, group, **params):
     aval, workspace = ctx.avals_in[0], params["workspace"]
     if workspace is None or workspace.gpu is None:
         raise _api.no_workspace(what, aval.dtype)
-    fmt = protocol.FORMATS[aval.dtype.name]
-    row_chunks = fmt.chunks(aval.shape[-1])
-    rows = math.prod(aval.shape[:-1])
-    most_rows = workspace.layout.capacity_chunks // row_chunks
-    if most_rows == 0:
-        raise ValueError(
-            f"{what}: the workspace must hold a row, {aval.shape[-1]} elements, it holds "
-            f"{workspace.layout.capacity_chunks * fmt.chunk}; make a Workspace with this width"
-        )
+    fmt, width = protocol.FORMATS[aval.dtype.name], aval.shape[-1]
+    rows, row_chunks = math.prod(aval.shape[:-1]), fmt.chunks(width)
+    most_rows = _api.rows_in_a_round(what, workspace, width, fmt)
     if rows > most_rows:
         rounds = mlir.lower_fun(functools.partial(_in_rounds, most_rows, params), multiple_results=True)
         return rounds(ctx, x, residual, weight, rank, group)
     gpu, chunks = workspace.gpu, rows * row_chunks
-    (one,) = protocol.rounds(workspace.layout, chunks, one_shot_bytes=gpu.one_shot_bytes)
+    algorithm = _api.algorithm_for(workspace, chunks)
     blocks, _ = protocol.norm_blocks(row_chunks)
-    kernel = cubin.rms_norm_kernel(params["tp"], fmt.name, gpu.multicast, gpu.arch, one.algorithm, blocks)
+    kernel = cubin.rms_norm_kernel(params["tp"], fmt.name, gpu.multicast, gpu.arch, algorithm, blocks)
     most_ctas = protocol.most_ctas(gpu.ranks_on_device, gpu.sm_count, kernel.ctas_per_sm)
     return _cute_call.lower(
         ctx.replace(avals_in=ctx.avals_in[:3]),  # the rank and the group are the workspace's to know

@@ -37,7 +37,7 @@ from urllib.parse import quote
 import filelock
 
 from jax_twoshot import _settings
-from jax_twoshot.protocol import ALGORITHMS, FORMATS, NORM_MAX_BLOCKS, NORM_THREADS
+from jax_twoshot.protocol import ALGORITHMS, FORMATS, MATMUL_THREADS, NORM_MAX_BLOCKS, NORM_THREADS
 
 if TYPE_CHECKING:
     from jax_twoshot.kernels.build import Compiled
@@ -465,6 +465,28 @@ def rms_norm_kernel(
         deferred=False,
         threads=NORM_THREADS,
         ctas_per_sm=1,
+        shared_memory=0,
+        arch=arch,
+    )
+
+
+def matmul_kernel(
+    tp: int, format: str, multicast: bool, arch: str, algorithm: str, row_tiles: int, *, owners: int | None = None
+) -> Kernel:
+    """The kernel of ``matmul_all_reduce`` for ``row_tiles`` times 16 rows."""
+    return Kernel(
+        source="jax_twoshot.kernels.matmul",
+        class_name="MatmulAllReduce",
+        parameters=(("algorithm", algorithm), ("row_tiles", row_tiles)),
+        addresses=3,
+        scalars=3,
+        tp=tp,
+        owners=owners or tp,
+        format=format,
+        multicast=multicast,
+        deferred=False,
+        threads=MATMUL_THREADS,
+        ctas_per_sm=2 if row_tiles == 1 else 1,  # what its registers allow without spilling
         shared_memory=0,
         arch=arch,
     )

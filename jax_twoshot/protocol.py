@@ -282,6 +282,18 @@ def norm_blocks(row_chunks: int) -> tuple[int, int]:
     return blocks, ceil_div(row_chunks, blocks)
 
 
+# ---- Matrix product -----------------------------------------------------------------------------------------
+
+MATMUL_THREADS = 256
+"""Threads of a CTA that multiplies: its eight warps share K."""
+MATMUL_COLUMNS = 64
+"""Columns of a tile: a chunk for each four lanes of a warp, in two of its registers' fours."""
+MATMUL_DEPTH = 32
+"""Rows of ``w`` that a warp multiplies at a time."""
+MATMUL_MAX_ROWS = 64
+"""Rows of ``a``: the sums of all rows of a tile stay in registers."""
+
+
 # ---- Launch plan (CUDA) ------------------------------------------------------------------------------------
 
 THREADS = 128

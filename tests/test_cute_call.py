@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
 import shutil
-import subprocess
-import sys
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -24,7 +23,6 @@ from jax.sharding import PartitionSpec as P
 
 import jax_twoshot
 from jax_twoshot import CuteKernel, _cute_call, _extension, _ffi, cubin, protocol
-from jax_twoshot.symmetric import SymmetricBuffer
 from jax_twoshot.workspace import Gpus, View, Workspace
 
 KERNELS = str(Path(__file__).parent / "gpu" / "kernels.py")
@@ -244,11 +242,45 @@ def test_a_given_generation_is_a_constant() -> None:
     assert not is_in_addresses(compiled("Sum", generation=1).ptx)
 
 
+def test_a_message_that_does_not_fit_fails_the_workspace() -> None:
+    """A size is known when the kernel runs: the host's record says 3 where else is the phase of a wait."""
+    phases = re.findall(r"st\.relaxed\.sys\.global\.u32 \[%rd\d+\], ([123]);", compiled("Sum").ptx)
+    assert sorted(phases) == ["1", "1", "2", "2", "3"]  # a wait is slow or over
+
+
 def test_parts_can_be_collected_one_by_one() -> None:
     ptx = compiled("PartsInOrder").ptx
     assert count(ptx, REARM) == 4
     assert count(ptx, PUBLISH) == 1 + 4
     assert count(ptx, r"add(\.rn)?\.f32 ") == 0
+
+
+def test_the_page_for_kernel_authors_is_right(tmp_path: Path) -> None:
+    """Its kernel compiles, and its call of the kernel is typed as replicated and lowered."""
+    page = (Path(__file__).parents[1] / "docs" / "kernel_authors.md").read_text()
+    kernel, program, built = re.findall(r"```python gpu\n(.*?)```", page, re.DOTALL)
+    path = tmp_path / "gated.py"
+    path.write_text(kernel)
+    mesh = cpu_mesh(4)
+    workspace = workspace_for(mesh)
+    names = {
+        "jax": jax,
+        "jax_twoshot": SimpleNamespace(Workspace=lambda *_, **__: workspace, cute_call=jax_twoshot.cute_call),
+        "cutedsl": SimpleNamespace(compile_kernel=_cute_call.compile_kernel),
+        "GatedSum": functools.partial(CuteKernel, path, "GatedSum"),
+        "mesh": mesh,
+        "P": P,
+        "print": lambda *_: None,
+    }
+    exec(program, names)
+    x = jax.ShapeDtypeStruct((4, 2, 64), jnp.bfloat16)
+    lowered = names["gated_sum"].trace(x, x).lower(lowering_platforms=("cuda",))
+    assert lowered.out_info.shape == (2, 64)
+    assert lowered.as_text().count("custom_call @jax_twoshot_cute_call(") == 1
+    with contextlib.chdir(tmp_path):
+        exec(built, names)
+    assert names["built"].symbol == "GatedSum_0"
+    assert (tmp_path / "cubins" / f"{names['built'].variant.name}.cubin").read_bytes() == names["built"].image
 
 
 # ---- The cache ---------------------------------------------------------------------------------------------
@@ -283,11 +315,6 @@ def test_a_prebuilt_kernel_needs_no_compiler(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setenv("JAX_TWOSHOT_CUBIN_PATH", str(tmp_path / "cubins"))
     text = lower(workspace_for(cpu_mesh(4)), CuteKernel(moved, "Sum"), threads=160)
     assert f'symbol = "{built.symbol}"' in text
-
-
-def test_calling_imports_no_compiler() -> None:
-    script = "import sys, jax_twoshot; jax_twoshot.cute_call; sys.exit('cutlass' in sys.modules)"
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
 
 
 # ---- Refusals ----------------------------------------------------------------------------------------------
@@ -345,6 +372,18 @@ def test_a_grid_of_ranks_that_share_a_gpu_leaves_an_sm_free() -> None:
 def test_other_parameters_than_the_kernels(scalars: list[int]) -> None:
     with pytest.raises(TypeError, match=rf"Sum.kernel: parameters must be 2 addresses .* {len(scalars)} scalars"):
         lower(workspace_for(cpu_mesh(4)), scalars=scalars, threads=224)
+
+
+def test_shared_memory_that_nobody_gives(tmp_path: Path) -> None:
+    path = tmp_path / "kernels.py"
+    imports, begin = "from cutlass import", "        first = cute.arch.block_idx()"
+    allocation = "        SmemAllocator().allocate_tensor(Int32, cute.make_layout(128))[0] = Int32(0)\n"
+    text = Path(KERNELS).read_text().replace(imports, f"from cutlass.memory import SmemAllocator\n{imports}", 1)
+    path.write_text(text.replace(begin, allocation + begin, 1))
+    kernel, options = CuteKernel(path, "Sum"), {"addresses": 2, "scalars": 1, "tp": 2}
+    with pytest.raises(ValueError, match="^shared_memory: Sum uses dynamic shared memory, got 0 bytes"):
+        _cute_call.compile_kernel(kernel, "sm_90a", **options)
+    assert _cute_call.compile_kernel(kernel, "sm_90a", shared_memory=512, **options).image[:4] == b"\x7fELF"
 
 
 def test_deferred_rearm_needs_three_generations() -> None:
@@ -428,7 +467,7 @@ def test_views_are_the_layouts(generations: int) -> None:
     layout = protocol.Layout(4, 5, generations)
     peers = tuple(1 << 20 | rank << 16 for rank in range(4))
     for multicast in (None, 7 << 20):
-        buffer = SymmetricBuffer(1, 2, layout.bytes, peers[2], peers, multicast, None, 1, 132, ExitStack())
+        buffer = SimpleNamespace(device=1, rank=2, address=peers[2], peers=peers, multicast=multicast)
         for generation in range(generations):
             view = View.of(layout, generation, buffer)
             assert (view.device, view.rank) == (1, 2)

@@ -100,6 +100,14 @@ def test_all_reduce_prints_the_sum_and_equal_bits():
     ]
 
 
+def test_cute_kernel_is_compiled_where_it_cannot_run():
+    done = run_example("cute_kernel.py", JAX_PLATFORMS="cpu")
+    assert done.returncode == 0, done.stderr
+    assert re.fullmatch(
+        r"no GPU: compiled SumOfProducts_0 for sm_90a, \d+ registers; it was not run\n", done.stdout
+    )
+
+
 def test_decoding_answers_alike_with_both_reductions(weights):
     """The second prompt takes two prefill steps: what is asked in the second was said in the first."""
     options = ["--tokens", "12", "--prompt", CAPITAL, "--prompt", LONG_QUESTION]

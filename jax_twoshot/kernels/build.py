@@ -45,6 +45,7 @@ def compile_method(
 
     Raises:
       TypeError: the method has other parameters.
+      ValueError: it uses dynamic shared memory, and ``bounds`` gives none.
     """
     _check_parameters(kernel, addresses, scalars)
     method = kernel.kernel
@@ -62,7 +63,13 @@ def compile_method(
         (cubin,) = Path(folder).glob("*.cubin")
         (ptx,) = Path(folder).glob("*.ptx")
         (symbol,) = compiled.kernel_info
-        return Compiled(cubin.read_bytes(), ptx.read_text(), symbol)
+        result = Compiled(cubin.read_bytes(), ptx.read_text(), symbol)
+    if ".extern .shared" in result.ptx and not bounds.shared_memory:
+        raise ValueError(
+            f"shared_memory: {type(kernel).__name__} uses dynamic shared memory, got 0 bytes; give as many as it "
+            "allocates"
+        )
+    return result
 
 
 @cute.jit

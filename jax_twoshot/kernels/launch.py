@@ -34,8 +34,11 @@ from jax_twoshot.kernels.twoshot import Buffers, Watch
 from jax_twoshot.protocol import GENERATIONS_DEFERRED, Format, ceil_div
 
 FOREVER_NS = 1 << 62
+OVERSIZE = 3
+"""In place of a phase in the status record: no wait, but a message of ``chunk`` chunks that does not fit."""
 CONTROL_DIRTY = 16
-"""Byte offset in the control block of one word a generation: chunks of the last message whose call left them dirty."""
+"""Byte offset in the control block, behind the four words of ``all_reduce.py``, of one word a generation: chunks of its
+last message, if the next call is to re-arm them."""
 
 _TYPES = (Int32, Int32, Int64, Int64, Int64, Int64, Int64, Int32)
 
@@ -44,7 +47,8 @@ _TYPES = (Int32, Int32, Int64, Int64, Int64, Int64, Int64, Int32)
 class Arguments:
     """The last parameter of a kernel: what the workspace gives to each launch.
 
-    It stands for the trailing parameters ``slot_chunks`` to ``peers``, in this order; ``ffi/cute_call.cc`` packs them.
+    It stands for the trailing parameters ``slot_chunks`` to ``peers``, in this order, as ``ffi/all_reduce_cuda.cc``
+    packs them.
 
     Attributes:
       slot_chunks: Int32, capacity of a slot.
@@ -173,7 +177,8 @@ def begin(
 
     Args:
       arguments: the kernel's own.
-      chunks: of the message, the same on every rank, at least 1 and at most ``owners * slot_chunks``.
+      chunks: of the message, the same on every rank, at least 1. More than the workspace holds,
+        ``owners * slot_chunks``, fail it.
       deferred: the next call re-arms what this one reads, so that it may be read again until the kernel ends.
         Every call of the workspace has to, and to call ``rearm_previous``.
       generation: which copy of the buffers to use, at compile time; by default the epoch says (R6).
@@ -203,10 +208,11 @@ def begin(
         multicast=arguments.multicast if arguments.multicasts else None,
     )
     timeout_ns = twoshot.select(arguments.timeout_ns == 0, Int64(FOREVER_NS), arguments.timeout_ns)
+    watch = Watch(arguments.control, arguments.status, timeout_ns, calls)
     return Call(
         buffers=buffers,
-        watch=Watch(arguments.control, arguments.status, timeout_ns, calls),
-        alive=state < twoshot.FAILED,
+        watch=watch,
+        alive=(state < twoshot.FAILED) & fits(buffers, watch, chunks),
         chunks=chunks,
         mine=cute.min(owned, chunks - arguments.rank * owned),
         state=state,
@@ -378,6 +384,15 @@ def advance(call: Call, before: Uint32) -> None:
 
 
 # ---- Steps of these ----------------------------------------------------------------------------------------
+
+
+@cute.jit
+def fits(buffers: Buffers, watch: Watch, chunks: Int32) -> Boolean:
+    """Whether the message fits the workspace; where it does not, the workspace has failed: nothing may be stored."""
+    room = buffers.owned <= buffers.slot_chunks
+    if not room:
+        twoshot.report(watch, twoshot.FAILED, OVERSIZE, Int64(buffers.generation), Int64(chunks), Uint32(0))
+    return room
 
 
 @cute.jit

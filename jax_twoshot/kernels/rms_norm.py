@@ -63,7 +63,8 @@ class AllReduceRmsNorm:
         for chunk in range(thread, chunks, threads):
             self.push(call, chunk, words, 0)
             for part in range_constexpr(1, arguments.parts):
-                self.push(call, chunk, load(x + part * part_bytes, chunk, Boolean(True)), part)
+                words = memory.load_chunk(x + part * part_bytes + Int64(chunk) * CHUNK_BYTES)
+                self.push(call, chunk, words, part)
             words = load(x, chunk + threads, chunk + threads < chunks)
         launch.settle(call)
         if const_expr(not self.one_shot):
@@ -95,8 +96,8 @@ class AllReduceRmsNorm:
 
     @cute.jit
     def reduce(self, call: Call, index: Int32, residual: Int64) -> None:
-        chunk = Int32(call.buffers.rank * call.buffers.owned) + index
-        addend = load(residual, chunk, Boolean(True))
+        chunk = call.buffers.rank * call.buffers.owned + index
+        addend = memory.load_chunk(residual + chunk * CHUNK_BYTES)
         if call.alive:
             twoshot.reduce(call.buffers, index, call.watch, call.deferred, addend)
 
@@ -114,47 +115,44 @@ class AllReduceRmsNorm:
     def take_together(
         self, call: Call, chunks: list[Int32], inside: list[Boolean], residual: Int64
     ) -> list[Chunk]:
-        """Waits for several chunks at once: one trip to L2 for all. If the first is outside, so are the others."""
-        words = [(Uint32(0),) * 4 for _ in chunks]
-        if inside[0]:
-            words = [twoshot.not_a_number(call.buffers.format) for _ in chunks]
-            if call.alive:
-                words = self.wait_for(call, chunks, inside, residual)
-            words = [kept_if(valid, w) for w, valid in zip(words, inside, strict=True)]
+        """Waits for several chunks at once: one trip to L2 for all."""
+        words = [twoshot.not_a_number(call.buffers.format) for _ in chunks]
+        if call.alive:
+            words = self.wait_for(call, chunks, inside, residual)
         return words
 
     @cute.jit
     def wait_for(
-        self, call: Call, wanted: list[Int32], inside: list[Boolean], residual: Int64
+        self, call: Call, chunks: list[Int32], inside: list[Boolean], residual: Int64
     ) -> list[Chunk]:
-        buffers = call.buffers
-        # What is outside of the row is the first chunk once more.
-        chunks = [
-            twoshot.select(valid, Int64(chunk), Int64(wanted[0])) for chunk, valid in zip(wanted, inside, strict=True)
-        ]
+        buffers, zero = call.buffers, (Uint32(0),) * 4
+        sources = range(buffers.tp if self.one_shot else 1)
+        addends = []
         if const_expr(self.one_shot):
-            addends = [load(residual, Int32(chunk), Boolean(True)) for chunk in chunks]
-            places = [twoshot.slots_of(buffers, chunk) for chunk in chunks]
-            ranks = [Uint32(1 << rank) for rank in range(buffers.tp)] * len(chunks)
+            addends = [load(residual, chunk, valid) for chunk, valid in zip(chunks, inside, strict=True)]
+            places = [twoshot.slot_of(buffers, rank, chunk) for chunk in chunks for rank in sources]
+            ranks = [Uint32(1 << rank) for _ in chunks for rank in sources]
         else:
-            places = [[buffers.base + buffers.gather_offset(buffers.generation, chunk)] for chunk in chunks]
-            ranks = [Uint32(1) << twoshot.owner_of(buffers, Int32(chunk))[0] for chunk in chunks]
-        every = [place for group in places for place in group]
+            places = [buffers.base + buffers.gather_offset(buffers.generation, Int64(chunk)) for chunk in chunks]
+            ranks = [Uint32(1) << twoshot.owner_of(buffers, chunk)[0] for chunk in chunks]
+        about = [Int64(chunk) for chunk in chunks for _ in sources]
+        wanted = [valid for valid in inside for _ in sources]
         phase = twoshot.REDUCE if self.one_shot else twoshot.COLLECT
-        parts, arrived = twoshot.wait(buffers, call.watch, every, ranks, phase, chunks[0])
-        words = [twoshot.not_a_number(buffers.format) for _ in chunks]
-        if arrived:
-            if const_expr(self.one_shot):
-                words = [
-                    rounded_sum([*parts[number * buffers.tp : (number + 1) * buffers.tp], addend], buffers.format)
-                    for number, addend in enumerate(addends)
-                ]
-            else:
-                words = parts
-            if const_expr(not call.deferred):
-                for place in every:
-                    twoshot.rearm(place, buffers.format)
-        return words
+        parts, arrived = twoshot.wait(
+            buffers, call.watch, places, ranks, phase, about, wanted, [zero] * len(places)
+        )
+        if const_expr(not call.deferred):
+            for place, valid in zip(places, wanted, strict=True):
+                twoshot.rearm(place, buffers.format, valid & arrived)
+        words = parts
+        if const_expr(self.one_shot):
+            groups = [parts[first : first + buffers.tp] for first in range(0, len(parts), buffers.tp)]
+            words = [
+                rounded_sum([*group, addend], buffers.format)
+                for group, addend in zip(groups, addends, strict=True)
+            ]
+        nan = twoshot.not_a_number(buffers.format)
+        return [twoshot.select_chunk(arrived, w, nan) for w in words]
 
 
 @dataclass(frozen=True)
@@ -189,25 +187,13 @@ def rounded_sum(chunks: list[Chunk], format: Format) -> Chunk:
     return twoshot.without_negative_zero(total, format)
 
 
-def kept_if(condition: Boolean, words: Chunk) -> Chunk:
-    """The chunk, or zeros."""
-    mask = Uint32(0) - Uint32(condition)
-    return tuple(word & mask for word in words)
-
-
-@cute.jit
 def load(address: Int64, chunk: Int32, inside: Boolean) -> Chunk:
     """A chunk of an operand, zeros if it is not ``inside``."""
-    words = (Uint32(0),) * 4
-    if inside:
-        words = memory.load_chunk(address + Int64(chunk) * CHUNK_BYTES)
-    return words
+    return memory.load_chunk_if(inside, address + Int64(chunk) * CHUNK_BYTES)
 
 
-@cute.jit
 def store(address: Int64, chunk: Int32, inside: Boolean, words: Chunk) -> None:
-    if inside:
-        memory.store_chunk(address + Int64(chunk) * CHUNK_BYTES, words)
+    memory.store_chunk(address + Int64(chunk) * CHUNK_BYTES, words, inside)
 
 
 # ---- RMSNorm, every operation rounded to nearest even: never contracted, never approximate ---------------------

@@ -56,6 +56,8 @@ SOAK_CHAIN_SHAPES = ((1, 2880), (2, 7168), (1, 577))
 WORKSPACES = 200
 FUSED_SHAPES = ((1, 7168), (6, 7168), (3, 576), (64, 7168), (2, 4096), (12, 2880), (31, 4096), (1, 16384), (70, 7168))
 """The last is larger than the workspace."""
+MATMUL_SHAPES = ((1, 896, 7168), (3, 64, 576), (16, 128, 4096), (17, 96, 2880), (33, 256, 1024), (64, 320, 7168))
+"""Rows, K, width."""
 LAYERS = 24
 EPS = 1e-5
 
@@ -349,6 +351,22 @@ def rms_norm(job: Job) -> dict[str, Any]:
     return tally.result()
 
 
+def matmul(job: Job) -> dict[str, Any]:
+    """``matmul_all_reduce`` of integers, for which every order of K has the same bits: sizes that walk, a rank late."""
+    random, tally = np.random.default_rng(13), Tally()
+    with jax_twoshot.Workspace(job.mesh, "tp", rows=64, width=7168) as workspace:
+        program = job.program(lambda a, w: jax_twoshot.matmul_all_reduce(a, w, "tp", workspace=workspace))
+        for run in range(job.runs(120)):
+            rows, depth, width = MATMUL_SHAPES[run % len(MATMUL_SHAPES)]
+            a, w = (random.integers(-4, 5, s).astype(BF16) for s in ((job.tp, rows, depth), (job.tp, depth, width)))
+            if run % 3 == 0:
+                job.hold_up_one(random)
+            parts = np.matmul(a.astype(np.float32), w.astype(np.float32)).astype(BF16)
+            got = program(job.place(a), job.place(w))
+            tally.add(f"run {run} of {rows} x {depth} x {width}", got, reference.all_reduce(parts))
+    return tally.result()
+
+
 def _everywhere(job: Job, array: np.ndarray) -> jax.Array:
     """The same on each rank."""
     return job.place(np.broadcast_to(array, (job.tp, *array.shape)))
@@ -576,6 +594,18 @@ def cute(job: Job) -> dict[str, Any]:
             for index, (sums, want) in enumerate(zip(program(placed), chain(given, 3), strict=True)):
                 tally.add(f"run {run}, call {index}", sums, want)
         return tally.result()
+
+
+def oversize(job: Job) -> dict[str, Any]:
+    """What a kernel gets that is given more than the workspace holds."""
+    with jax_twoshot.Workspace(job.mesh, "tp", rows=1, width=2880, owners=1, tp=4) as workspace:
+        program = job.program(lambda x: cute_sum(x, workspace))
+        given = job.place(np.ones((1, 4, 2, 2880), BF16))
+        return {
+            "numbers in the result": _numbers(lambda: program(given)),
+            "check": _refusal(workspace.check, RuntimeError),
+            "next call": _numbers(lambda: program(given)),
+        }
 
 
 def all_to_all(job: Job) -> dict[str, Any]:

@@ -31,6 +31,7 @@ CALLS = {
     "walk": 2000,
     "loops": 30 * 2,
     "kept": 300 * 5,
+    "matmul": 120,
     "rms_norm": 270 * 2 + 30 * 2 * 2,
     "soak": 20_032,
 }
@@ -89,10 +90,22 @@ def test_no_bit_of_a_kernel_of_ones_own_is_wrong(kernels, check, figure):
         assert (result["calls"], result["wrong"]) == (KERNEL_CALLS[check], 0), f"rank {rank}: {result['first']}"
 
 
-def test_one_gpu_plays_all_ranks(gpu, figure):
-    (result,) = (rank["stand_in"] for rank in worker.launch(1, ["stand_in"]))
+@pytest.fixture(scope="module")
+def one_gpu(gpu):
+    """Results of one process that plays all ranks."""
+    return worker.launch(1, ["stand_in", "oversize"])[0]
+
+
+def test_one_gpu_plays_all_ranks(one_gpu, figure):
+    result = one_gpu["stand_in"]
     figure(f"{result['seconds']} s, {result}")
     assert (result["calls"], result["wrong"]) == (4 * 100 * 3, 0), result["first"]
+
+
+def test_a_message_that_does_not_fit_fails_the_workspace(one_gpu):
+    assert one_gpu["oversize"]["numbers in the result"] == 0
+    for text in (one_gpu["oversize"]["check"], one_gpu["oversize"]["next call"]):
+        assert "a kernel gave rank 0 a message of 720 chunks of 16 bytes" in str(text)
 
 
 # ---- Programs and workspaces -------------------------------------------------------------------------------
