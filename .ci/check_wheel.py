@@ -1,5 +1,4 @@
-"""That an installed wheel brings its kernels: ``python check_wheel.py TP,TP,... ARCH...``, in an environment of its
-own.
+"""That an installed wheel brings its kernels: ``python check_wheel.py [TP,TP,... ARCH...]``, by default all.
 
 For a machine that serves: no compiler, no ``JAX_TWOSHOT_CUBIN_PATH``, nothing in the cache.
 """
@@ -28,4 +27,7 @@ def main(tps: list[int], archs: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main([int(tp) for tp in sys.argv[1].split(",")], sys.argv[2:])
+    if sys.argv[1:]:
+        main([int(tp) for tp in sys.argv[1].split(",")], sys.argv[2:])
+    else:
+        main(list(cubin.TP), list(cubin.ARCHS))

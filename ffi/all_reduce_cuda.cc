@@ -344,6 +344,7 @@ std::optional<std::string> CudaWorkspace::Launch(int ordinal, CUstream stream, c
                                                  std::vector<void*> first) {
   const auto found = devices_.find(ordinal);
   if (found == devices_.end()) return NotThisDevice(ordinal);
+  if (found == devices_.begin()) counts_->AddCall(0);  // its messages are the kernel's own affair
   const CUresult launched =
       Launch(found->second, stream, kernel.at(ordinal), grid, threads, shared_memory, std::move(first));
   if (launched != 0) return "launching the kernel: " + CudaDriver::Get().ErrorText(launched);

@@ -142,6 +142,22 @@ def _format(dtype: np.dtype) -> protocol.Format:
     return fmt
 
 
+def all_manual_axes(function: str, axis_name: str | tuple[str, ...]) -> Axes:
+    """`manual_axes` of a call that needs its arrays whole.
+
+    Raises:
+      NotImplementedError: another axis of the mesh is Explicit.
+    """
+    _ffi.enter_process()
+    axes = manual_axes(function, axis_name)
+    if axes.explicit:
+        raise NotImplementedError(
+            f"jax_twoshot.{function}: every axis of the mesh has to be manual, {sorted(axes.explicit)} are Explicit; "
+            "leave axis_names out of jax.shard_map"
+        )
+    return axes
+
+
 class Place(NamedTuple):
     """Which rank of which group runs the program, and whether the trace is typed (check_vma=True)."""
 
@@ -298,13 +314,6 @@ def no_workspace(what: str, dtype: Any) -> ValueError:
         f"and dtype {dtype.name}. Make one on every process and keep it: "
         "ws = jax_twoshot.Workspace(mesh, axis_name, rows=..., width=..., dtype=...)"
     )
-
-
-def algorithm_for(workspace: workspace.Handle, chunks: int) -> str:
-    """Which of `protocol.ALGORITHMS` one launch on GPUs takes for a message that one round carries."""
-    assert workspace.gpu is not None
-    (one,) = protocol.rounds(workspace.layout, chunks, one_shot_bytes=workspace.gpu.one_shot_bytes)
-    return one.algorithm
 
 
 def rows_in_a_round(what: str, workspace: workspace.Handle, width: int, fmt: protocol.Format) -> int:

@@ -62,13 +62,7 @@ def all_reduce_rms_norm(
         typed as varying over ``axis_name``; an axis or a workspace as of :func:`jax_twoshot.all_reduce`.
       NotImplementedError: as of :func:`jax_twoshot.all_reduce`.
     """
-    _ffi.enter_process()
-    axes = _api.manual_axes(_NAME, axis_name)
-    if axes.explicit:
-        raise NotImplementedError(
-            f"jax_twoshot.{_NAME}: every axis of the mesh has to be manual, {sorted(axes.explicit)} are Explicit; "
-            "leave axis_names out of jax.shard_map"
-        )
+    axes = _api.all_manual_axes(_NAME, axis_name)
     x, residual, weight = map(jnp.asarray, (x, residual, weight))
     fmt = _check_arrays(x, residual, weight)
     _check_eps(eps)
@@ -213,9 +207,9 @@ def _lower_cuda(ctx, x, residual, weight, rank, group, **params):
         rounds = mlir.lower_fun(functools.partial(_in_rounds, most_rows, params), multiple_results=True)
         return rounds(ctx, x, residual, weight, rank, group)
     gpu, chunks = workspace.gpu, rows * row_chunks
-    algorithm = _api.algorithm_for(workspace, chunks)
+    (one,) = protocol.rounds(workspace.layout, chunks, one_shot_bytes=gpu.one_shot_bytes)
     blocks, _ = protocol.norm_blocks(row_chunks)
-    kernel = cubin.rms_norm_kernel(params["tp"], fmt.name, gpu.multicast, gpu.arch, algorithm, blocks)
+    kernel = cubin.rms_norm_kernel(params["tp"], fmt.name, gpu.multicast, gpu.arch, one.algorithm, blocks)
     most_ctas = protocol.most_ctas(gpu.ranks_on_device, gpu.sm_count, kernel.ctas_per_sm)
     return _cute_call.lower(
         ctx.replace(avals_in=ctx.avals_in[:3]),  # the rank and the group are the workspace's to know

@@ -15,7 +15,6 @@ from jax_twoshot import _api, _compat, _cute_call, cubin, protocol, workspace
 from jax_twoshot.workspace import Workspace, axes_text
 
 _NAME = "matmul_all_reduce"
-_DTYPES = ("bfloat16", "float16")
 
 
 def matmul_all_reduce(
@@ -50,7 +49,7 @@ def matmul_all_reduce(
         :func:`jax_twoshot.all_reduce`.
       NotImplementedError: as of :func:`jax_twoshot.all_reduce`.
     """
-    axes = _api.manual_axes(_NAME, axis_name)
+    axes = _api.all_manual_axes(_NAME, axis_name)
     a, w = map(jnp.asarray, (a, w))
     _check_arrays(a, w)
     with jax.named_scope(f"jax_twoshot.{_NAME}"):
@@ -80,10 +79,10 @@ def _product(a: jax.Array, w: jax.Array) -> jax.Array:
 
 
 def _check_arrays(a: jax.Array, w: jax.Array) -> None:
-    if a.dtype.name not in _DTYPES or w.dtype != a.dtype:
+    if a.dtype.name not in protocol.MATMUL_FORMATS or w.dtype != a.dtype:
         raise TypeError(
-            f"jax_twoshot.{_NAME}: a and w must have one dtype, {' or '.join(_DTYPES)}; got {a.dtype.name} and "
-            f"{w.dtype.name}; cast them with astype, or use jax_twoshot.all_reduce(a @ w, ...)"
+            f"jax_twoshot.{_NAME}: a and w must have one dtype, {' or '.join(protocol.MATMUL_FORMATS)}; got "
+            f"{a.dtype.name} and {w.dtype.name}; cast them with astype, or use jax_twoshot.all_reduce(a @ w, ...)"
         )
     if a.ndim == 0 or w.ndim != 2 or a.shape[-1] != w.shape[0]:
         raise ValueError(
@@ -158,9 +157,8 @@ def _lower_cuda(ctx, a, w, rank, group, **params):
         rounds = mlir.lower_fun(functools.partial(_in_rounds, most_rows, params), multiple_results=False)
         return rounds(ctx, a, w, rank, group)
     gpu, chunks = workspace.gpu, rows * row_chunks
-    algorithm = _api.algorithm_for(workspace, chunks)
-    row_tiles = protocol.ceil_div(rows, 16)
-    kernel = cubin.matmul_kernel(params["tp"], fmt.name, gpu.multicast, gpu.arch, algorithm, row_tiles)
+    row_tiles = next(tiles for tiles in protocol.MATMUL_ROW_TILES if rows <= 16 * tiles)
+    kernel = cubin.matmul_kernel(params["tp"], fmt.name, gpu.multicast, gpu.arch, row_tiles)
     most_ctas = protocol.most_ctas(gpu.ranks_on_device, gpu.sm_count, kernel.ctas_per_sm)
     return _cute_call.lower(
         ctx.replace(avals_in=ctx.avals_in[:2]),  # the rank and the group are the workspace's to know

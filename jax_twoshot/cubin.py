@@ -37,7 +37,15 @@ from urllib.parse import quote
 import filelock
 
 from jax_twoshot import _settings
-from jax_twoshot.protocol import ALGORITHMS, FORMATS, MATMUL_THREADS, NORM_MAX_BLOCKS, NORM_THREADS
+from jax_twoshot.protocol import (
+    ALGORITHMS,
+    FORMATS,
+    MATMUL_FORMATS,
+    MATMUL_ROW_TILES,
+    MATMUL_THREADS,
+    NORM_MAX_BLOCKS,
+    NORM_THREADS,
+)
 
 if TYPE_CHECKING:
     from jax_twoshot.kernels.build import Compiled
@@ -470,23 +478,21 @@ def rms_norm_kernel(
     )
 
 
-def matmul_kernel(
-    tp: int, format: str, multicast: bool, arch: str, algorithm: str, row_tiles: int, *, owners: int | None = None
-) -> Kernel:
-    """The kernel of ``matmul_all_reduce`` for ``row_tiles`` times 16 rows."""
+def matmul_kernel(tp: int, format: str, multicast: bool, arch: str, row_tiles: int) -> Kernel:
+    """The kernel of ``matmul_all_reduce`` for ``row_tiles`` times 16 rows, one of `protocol.MATMUL_ROW_TILES`."""
     return Kernel(
         source="jax_twoshot.kernels.matmul",
         class_name="MatmulAllReduce",
-        parameters=(("algorithm", algorithm), ("row_tiles", row_tiles)),
+        parameters=(("row_tiles", row_tiles),),
         addresses=3,
         scalars=3,
         tp=tp,
-        owners=owners or tp,
+        owners=tp,
         format=format,
         multicast=multicast,
         deferred=False,
         threads=MATMUL_THREADS,
-        ctas_per_sm=2 if row_tiles == 1 else 1,  # what its registers allow without spilling
+        ctas_per_sm=2 if row_tiles == 1 else 1,  # 2 with 32 rows would spill 208 bytes a thread
         shared_memory=0,
         arch=arch,
     )
@@ -498,6 +504,16 @@ def rms_norm_kernels(archs: Iterable[str], tps: Iterable[int] = TP) -> list[Kern
         rms_norm_kernel(v.tp, v.format, v.multicast, v.arch, v.algorithm, blocks)
         for v in variants(archs, tps)
         for blocks in range(1, NORM_MAX_BLOCKS + 1)
+    ]
+
+
+def matmul_kernels(archs: Iterable[str], tps: Iterable[int] = TP) -> list[Kernel]:
+    """Every kernel of ``matmul_all_reduce`` for these targets and group sizes."""
+    return [
+        matmul_kernel(v.tp, v.format, v.multicast, v.arch, row_tiles)
+        for v in variants(archs, tps)
+        if v.algorithm == "two_shot" and v.format in MATMUL_FORMATS
+        for row_tiles in MATMUL_ROW_TILES
     ]
 
 
@@ -514,7 +530,8 @@ def compile_all(
       CubinError: the compiler is not installed.
       ValueError: an unknown target.
     """
-    return compile_into([*variants(archs, tps), *rms_norm_kernels(archs, tps)], out_dir, progress)
+    todo: list[Entry] = [*variants(archs, tps), *rms_norm_kernels(archs, tps), *matmul_kernels(archs, tps)]
+    return compile_into(todo, out_dir, progress)
 
 
 def compile_into(

@@ -201,15 +201,16 @@ ALGORITHMS = ("two_shot", "one_shot")
 Table = tuple[tuple[int, int], ...]
 """Pairs (ranks, bytes), fewer ranks first."""
 
-ONE_SHOT_SHARED_GPU: Table = ((2, 64 * 14336), (4, 8 * 14336), (8, 14336))
+ONE_SHOT_SHARED_GPU: Table = ((2, 64 * 14336), (4, 8 * 14336), (8, 2 * 14336))
 """(ranks, bytes): up to so many ranks, of which several share a GPU, one-shot sums messages of up to so many bytes.
 
-Measured on one H200 under MPS, rows of 7168 BF16: one-shot was ahead up to 64 rows at TP 2 (the most that was
-measured), 8 at TP 4, 1 at TP 8."""
+Measured on one H200, rows of 7168 BF16: one-shot was ahead up to 64 rows at TP 2 (the most that was measured), 8 at
+TP 4, 2 at TP 8."""
 ONE_SHOT_NVLINK: Table = ((2, 1 << 20), (4, 1 << 17), (8, 1 << 15))
-"""The same for ranks on GPUs of their own. Reasoned, not tuned: one-shot moves ``(TP - 1) (1 - 2 / TP)`` times the
-message more through each GPU's link and saves one hop. With 1 us a hop and 400 GB/s the break-even is at 270 KB for
-TP 4 and 76 KB for TP 8, of which half is taken; at TP 2 one-shot moves no more."""
+"""The same for ranks on GPUs of their own. TP 2 is measured (two H200 over NVLink, up to 64 rows of 7168 BF16: two
+shots took 1.18 to 1.57 times as long). The others are reasoned, not tuned: one-shot moves ``(TP - 1) (1 - 2 / TP)``
+times the message more through each GPU's link and saves one hop. With 1 us a hop and 400 GB/s the break-even is at
+270 KB for TP 4 and 76 KB for TP 8, of which half is taken; at TP 2 one-shot moves no more."""
 ONE_SHOT_MULTICAST: Table = ((2, 1 << 20), (4, 1 << 18), (8, 1 << 16))
 """The same where a push is one multicast store: the link's receiving side is as busy, the sending side is not."""
 
@@ -290,8 +291,11 @@ MATMUL_COLUMNS = 64
 """Columns of a tile: a chunk for each four lanes of a warp, in two of its registers' fours."""
 MATMUL_DEPTH = 32
 """Rows of ``w`` that a warp multiplies at a time."""
-MATMUL_MAX_ROWS = 64
-"""Rows of ``a``: the sums of all rows of a tile stay in registers."""
+MATMUL_ROW_TILES = (1, 2, 4)
+"""Rows of ``a``, in sixteens, for which there are kernels: the sums of all rows of a tile stay in registers."""
+MATMUL_MAX_ROWS = 16 * MATMUL_ROW_TILES[-1]
+MATMUL_FORMATS = ("bfloat16", "float16")
+"""What tensor cores multiply with exact products and FP32 sums."""
 
 
 # ---- Launch plan (CUDA) ------------------------------------------------------------------------------------

@@ -116,9 +116,10 @@ class Stats:
     three tell what was launched or recorded into graphs, each launch once.
 
     Attributes:
-      calls: that reached the handler; an empty message or a single rank makes none.
-      bytes: of those calls' messages, of one rank.
-      algorithms: rounds of those calls, by algorithm.
+      calls: that reached the handler, also of `all_reduce_rms_norm` and of kernels of one's own; an empty message or a
+        single rank makes none.
+      bytes: of those calls' messages, of one rank; on CUDA of `all_reduce` only.
+      algorithms: rounds of the same calls as ``bytes``, by algorithm.
       rounds: all. On CUDA those that are finished, since the workspace was made or reset, modulo 2^32; once it is
         closed, those of ``algorithms``.
       slow_waits: waits, of any rank of this process, that lasted longer than a tenth of the deadline (R9).

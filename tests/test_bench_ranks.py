@@ -204,6 +204,9 @@ def test_floor_is_one_chunk_a_rank() -> None:
     [
         ("nccl", GRAPH, "NCCL refuses two ranks on one GPU"),
         ("psum", JAX, "NCCL refuses two ranks on one GPU"),
+        ("psum, XLA one-shot", JAX, "NCCL refuses two ranks on one GPU"),
+        ("pallas multimem", JAX, "multicast needs a GPU for each rank"),
+        ("flashinfer mnnvl", GRAPH, "multicast needs a GPU for each rank"),
         ("torch multimem", GRAPH, "multicast needs a GPU for each rank"),
         ("flashinfer one-shot", GRAPH, "No module named 'flashinfer'"),
     ],
@@ -540,8 +543,31 @@ def test_share_of_a_step() -> None:
 
 
 def test_decode_is_a_choice_of_peers(tmp_path: Path) -> None:
-    assert bench_ranks.selected(arguments(tmp_path, decode=True)) == [
+    assert [str(peer) for peer in bench_ranks.selected(arguments(tmp_path, decode=True))] == [
         "jax_twoshot (decode)",
         "psum (decode)",
         "without sums (decode)",
     ]
+
+
+def test_a_peer_that_needs_flags_runs_in_processes_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    seen = []
+
+    def launch(tp: int, argv: list[str], *, on_line: Any, env: dict[str, str], **options: Any) -> list[dict[str, Any]]:
+        job = Job(**json.loads(argv[-1]))
+        seen.append((job.peers, env.get("XLA_FLAGS")))
+        for rank in range(tp):
+            on_line(rank, "bench-done " + json.dumps(done(1, [1e-6] * 2)))
+        return [{}] * tp
+
+    monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=here")
+    monkeypatch.setattr(_launch, "launch", launch)
+    monkeypatch.setattr(_launch, "gpu_count", lambda: 2)
+    assert main(["bench", "--ranks", "2", "--rows", "1", "--width", "64"]) == 0
+    (others, flags), (alone, added) = seen
+    assert (flags, alone) == (None, ["psum, XLA one-shot (jax)"])
+    assert added == "--xla_dump_to=here --xla_gpu_unsupported_use_all_reduce_one_shot_kernel=true"
+    assert "psum (jax)" in others and alone[0] not in others
+    assert list(bench_ranks.launches(arguments(tmp_path, one_gpu=True))) == [""], "there it refuses as psum does"

@@ -370,20 +370,23 @@ def test_compiling_without_a_compiler(no_compiler):
 def test_compile_all(compiles, monkeypatch, tmp_path, capsys):
     norms = cubin.rms_norm_kernels(["sm_90a"], (2,))
     assert len(norms) == 12 * 4
+    matmuls = cubin.matmul_kernels(["sm_90a"], (2,))
+    assert len(matmuls) == 4 * 3
     monkeypatch.setattr(cubin, "rms_norm_kernels", lambda archs, tps: norms[:1])
+    monkeypatch.setattr(cubin, "matmul_kernels", lambda archs, tps: matmuls[:1])
     out = tmp_path / "a" / "b"
     done = cubin.compile_all(["sm_90a", "sm_80"], out, cubin.print_progress, (2,))
-    assert len(done) == 19
+    assert len(done) == 20
     assert {path.name for path in out.iterdir()} == {
         f"{variant.name}{suffix}"
-        for variant in (*cubin.variants(["sm_90a", "sm_80"], (2,)), norms[0])
+        for variant in (*cubin.variants(["sm_90a", "sm_80"], (2,)), norms[0], matmuls[0])
         for suffix in (".cubin", ".json")
     }
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == [f"[{number}/19]" for number in range(1, 20)]
+    assert [line.split()[0] for line in lines] == [f"[{number}/20]" for number in range(1, 21)]
     monkeypatch.setenv("JAX_TWOSHOT_CUBIN_PATH", str(out))
     assert find(VARIANT) in done
-    assert len(compiles) == 19
+    assert len(compiles) == 20
 
 
 def test_compile_all_for_an_unknown_target(compiles, tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import io
 import re
@@ -205,10 +206,14 @@ def cpp_texts() -> Iterator[tuple[str, str]]:
             yield f"ffi/{path.name}:{source.count(chr(10), 0, start) + 1}", text
 
 
+@functools.cache
+def pattern(fragment: str) -> re.Pattern[str]:
+    return re.compile(".*".join(map(re.escape, fragment.split(VALUE))), re.DOTALL)
+
+
 def holds(text: str, fragment: str) -> bool:
     """Whether the fixed parts of ``fragment`` follow each other in ``text``."""
-    pattern = ".*".join(map(re.escape, fragment.split(VALUE)))
-    return re.search(pattern, text, re.DOTALL) is not None
+    return pattern(fragment).search(text) is not None
 
 
 def test_every_error_text_has_an_answer() -> None:
@@ -225,7 +230,7 @@ def test_every_error_text_has_an_answer() -> None:
 
 
 def test_every_answer_is_to_an_error_text() -> None:
-    texts = [text for _, text in (*python_texts(raised=False), *cpp_texts())]
+    texts = {text for _, text in (*python_texts(raised=False), *cpp_texts()) if " " in text}
     gone = [fragment for fragment in answered() if not any(holds(text, fragment) for text in texts)]
     assert not gone, f"docs/troubleshooting.md quotes what the library does not say: {gone}"
 

@@ -69,14 +69,15 @@ def test_doctor_knows_every_setting() -> None:
     assert timeout["default"] == "300"
 
 
-def test_doctor_with_a_bad_setting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("JAX_TWOSHOT_TIMEOUT", "soon")
+@pytest.mark.parametrize("variable", ["JAX_TWOSHOT_TIMEOUT", "JAX_TWOSHOT_TUNING"])
+def test_doctor_with_a_bad_setting(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
+    monkeypatch.setenv(variable, "soon")
     report = doctor.diagnose()
     checks = {check["name"]: check for check in report["checks"]}
     assert not report["ok"]
     assert "got 'soon'" in checks["settings"]["text"]
     assert checks["CPU devices"]["status"] == "unknown"
-    assert report["next"] == "unset JAX_TWOSHOT_TIMEOUT"
+    assert report["next"] == f"unset {variable}"
 
 
 def test_doctor_without_the_extension(
@@ -325,9 +326,9 @@ def test_a_machine_that_lacks_nothing(diagnose: Any) -> None:
             {},
             {},
             {"JAX_TWOSHOT_CACHE_DIR": "/dev/null/cache"},
-            "kernels",
-            "has nowhere to put them: /dev/null/cache",
-            "export JAX_TWOSHOT_CACHE_DIR=/tmp/jax_twoshot",
+            "kernel cache",
+            "/dev/null/cache cannot be written to",
+            "export JAX_TWOSHOT_CACHE_DIR=$(mktemp -d)",
         ),
         (
             {"gpus": ((9, 0),)},
@@ -373,6 +374,15 @@ def test_stale_kernels_of_the_package_are_a_reason_beside_a_compiler(diagnose: A
     report, checks = diagnose(FakeDriver(), {})
     assert "one_shot-tp2-bfloat16-peers-sm_90a.cubin: not a whole entry" in checks["kernels"]["text"]
     assert report["next"] == "pip install --force-reinstall --no-deps jax_twoshot"
+
+
+def test_a_cache_that_others_may_write_to(diagnose: Any, tmp_path: Path) -> None:
+    shared = tmp_path / "cache" / "cubins" / "0-1"
+    shared.mkdir(parents=True)
+    shared.chmod(0o777)
+    report, checks = diagnose(FakeDriver(), {})
+    assert f"{shared}: the cache holds code that runs on the GPU" in checks["kernel cache"]["text"]
+    assert report["next"] == "export JAX_TWOSHOT_CACHE_DIR=$(mktemp -d)"
 
 
 @pytest.mark.parametrize(

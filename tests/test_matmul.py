@@ -123,7 +123,7 @@ class TestCuda:
     def workspace(self) -> Iterator[jax_twoshot.Workspace]:
         """As on a mesh of four GPUs."""
         with jax_twoshot.Workspace(cpu_mesh(4), "tp", rows=64, width=4096) as workspace:
-            workspace.handle = replace(workspace.handle, gpu=Gpus("sm_90a", False, 1, 132))
+            workspace.handle = replace(workspace.handle, gpu=Gpus("sm_90a", False, 1, 132, 1 << 17))
             yield workspace
 
     def lower(self, rows: int) -> str:
@@ -145,7 +145,7 @@ class TestCuda:
     @pytest.mark.parametrize(("name", "row_tiles"), [("bfloat16", 1), ("float16", 4)])
     def test_the_product_is_the_tensor_cores(self, name: str, row_tiles: int) -> None:
         """Each step of K is multiplied once, and each chunk of w that a lane reads is loaded once a stage."""
-        compiled = cubin.matmul_kernel(8, name, False, "sm_90a", "two_shot", row_tiles).compile()
+        compiled = cubin.matmul_kernel(8, name, False, "sm_90a", row_tiles).compile()
         kind = {"bfloat16": "bf16", "float16": "f16"}[name]
         products = len(re.findall(rf"mma\.sync\.aligned\.m16n8k16\.row\.col\.f32\.{kind}", compiled.ptx))
         assert products % (row_tiles * protocol.MATMUL_COLUMNS // 8 * protocol.MATMUL_DEPTH // 16) == 0 < products

@@ -314,6 +314,14 @@ def join(missing: Sequence[Missing]) -> list[Missing]:
     return [Missing(*key, tuple(of_key)) for key, of_key in cells.items()]
 
 
+def launches(args: argparse.Namespace) -> dict[str, list[str]]:
+    """Which peers run in the same processes, by the XLA flags of these. On a shared GPU all refuse that need any."""
+    together: dict[str, list[str]] = defaultdict(list)
+    for peer in selected(args):
+        together["" if args.one_gpu else peer.xla_flags].append(str(peer))
+    return together
+
+
 def run(args: argparse.Namespace) -> int:
     """Measures one number of ranks after the other, and prints what came of it."""
     ranks.require_gpus(args)
@@ -322,9 +330,10 @@ def run(args: argparse.Namespace) -> int:
     cells = [(rows, width) for width in args.width for rows in args.rows]
     found = Found()
     try:
-        with terminal.Progress(len(args.ranks) * len(cells)) as progress:
-            for tp in args.ranks:
-                _measure_ranks(tp, cells, args, found, progress.step)
+        together = launches(args)
+        with terminal.Progress(len(args.ranks) * len(cells) * len(together)) as progress:
+            for tp, (flags, peers) in itertools.product(args.ranks, together.items()):
+                _measure_ranks(tp, cells, args, flags, peers, found, progress.step)
     finally:  # what was measured is shown, whatever ended the rest
         found.missing = join(found.missing)
         _write(args, found)
@@ -338,15 +347,18 @@ def _measure_ranks(
     tp: int,
     cells: Sequence[tuple[int, int]],
     args: argparse.Namespace,
+    flags: str,
+    peers: Sequence[str],
     found: Found,
     on_done: Callable[[str], None],
 ) -> None:
     """Launches the workers until all cells are done, each time without the peer that ended them."""
-    todo, without = list(cells), list[str]()
+    todo, without, everyone = list(cells), list[str](), "every peer" if not flags else ", ".join(peers)
     end = time.monotonic() + args.timeout
     while todo:
         ears = Ears(tp, on_done)
-        failure = _launch_workers(tp, todo, without, args, end - time.monotonic(), ears)
+        names = [name for name in peers if name not in without]
+        failure = _launch_workers(tp, todo, names, args, flags, end - time.monotonic(), ears)
         done = ears.cells()
         for of_ranks in done:
             measurements, missing = merge(tp, of_ranks)
@@ -358,7 +370,7 @@ def _measure_ranks(
             return
         culprit, reason = blame(failure or "the workers ended early", ears)
         if culprit is None or culprit in without or time.monotonic() > end:
-            found.missing.append(Missing(tp, "every peer", reason, tuple(todo)))
+            found.missing.append(Missing(tp, everyone, reason, tuple(todo)))
             return
         without.append(culprit)
         found.missing.append(Missing(tp, culprit, reason, tuple(todo)))
@@ -367,8 +379,9 @@ def _measure_ranks(
 def _launch_workers(
     tp: int,
     todo: Sequence[tuple[int, int]],
-    without: Sequence[str],
+    peers: Sequence[str],
     args: argparse.Namespace,
+    flags: str,
     seconds: float,
     ears: Ears,
 ) -> str | None:
@@ -382,10 +395,12 @@ def _launch_workers(
             args.calls,
             args.repeats,
             args.one_gpu,
-            [name for name in selected(args) if name not in without],
+            list(peers),
             store,
         )
         variables = environment(args.one_gpu)
+        if flags:
+            variables["XLA_FLAGS"] = " ".join((os.environ.get("XLA_FLAGS", ""), flags)).strip()
         if args.tune:
             variables["JAX_TWOSHOT_TUNING"] = str(tune.write_everything(Path(folder)))
         try:
@@ -405,11 +420,11 @@ def _launch_workers(
     return None
 
 
-def selected(args: argparse.Namespace) -> list[str]:
+def selected(args: argparse.Namespace) -> list[Peer]:
     """The peers that take part: the two algorithms to tune by, the decode steps, or all that only sum."""
     if args.tune:
-        return [str(p) for p in gpu_peers.PEERS if p.name in gpu_peers.VARIANTS]
-    return [str(p) for p in gpu_peers.PEERS if (p.program == DECODE) == args.decode]
+        return [peer for peer in gpu_peers.PEERS if peer.name in gpu_peers.VARIANTS]
+    return [peer for peer in gpu_peers.PEERS if (peer.program == DECODE) == args.decode]
 
 
 def environment(shared: bool) -> dict[str, str]:

@@ -110,7 +110,7 @@ def _cuda_checks(driver: _Driver, gpus: list[Gpu]) -> list[Check]:
             _try("command buffers", _command_buffers),
         ]
     checks.append(_try("kernels", lambda: _kernels(gpus)))
-    return [*checks, _try("ranks", lambda: _ranks(gpus))] if gpus else checks
+    return [*checks, _try("kernel cache", _cache), _try("ranks", lambda: _ranks(gpus))] if gpus else checks
 
 
 def settings() -> list[dict[str, str | None]]:
@@ -152,13 +152,16 @@ def _next(cpu: Sequence[Check], cuda: Sequence[Check]) -> str:
 
 
 def _settings_valid() -> Check:
-    try:
-        seconds = _settings.timeout_seconds()
-    except ValueError as error:
-        return Check("settings", "no", str(error), fix="unset JAX_TWOSHOT_TIMEOUT")
-    return Check(
-        "settings", "yes", f"a rank waits {f'{seconds:g} s' if seconds else 'for ever'} for its peers"
-    )
+    for variable, read in (
+        ("JAX_TWOSHOT_TIMEOUT", _settings.timeout_seconds),
+        ("JAX_TWOSHOT_TUNING", _settings.tuning),
+    ):
+        try:
+            read()
+        except ValueError as error:
+            return Check("settings", "no", str(error), fix=f"unset {variable}")
+    seconds = _settings.timeout_seconds()
+    return Check("settings", "yes", f"a rank waits {f'{seconds:g} s' if seconds else 'for ever'} for its peers")
 
 
 def _extension() -> Check:
@@ -391,10 +394,6 @@ def _kernels(gpus: Sequence[Gpu]) -> Check:
         again = "unset JAX_TWOSHOT_CUBIN_PATH" if given else "pip install --force-reinstall --no-deps jax_twoshot"
         return Check("kernels", "no", str(error), again)
     if compiler is not None:
-        cache = _settings.cache_dir()
-        if not _writable(cache):
-            text = f"{cubin.COMPILER} {compiler} has nowhere to put them: {cache} cannot be written to"
-            return Check("kernels", "no", text, fix="export JAX_TWOSHOT_CACHE_DIR=/tmp/jax_twoshot")
         return Check("kernels", "yes", f"{cubin.COMPILER} {compiler} compiles those that are not found")
     try:
         for variant in wanted:
@@ -402,6 +401,20 @@ def _kernels(gpus: Sequence[Gpu]) -> Check:
     except cubin.CubinError as error:
         return Check("kernels", "no", str(error), install)
     return Check("kernels", "yes", f"for {tp} ranks found, {', '.join(targets)}")
+
+
+def _cache() -> Check:
+    """Where compiled kernels are kept can be written to, by this user alone."""
+    from jax_twoshot import cubin
+
+    folder, elsewhere = _settings.cache_dir(), "export JAX_TWOSHOT_CACHE_DIR=$(mktemp -d)"
+    if not _writable(folder):
+        return Check("kernel cache", "no", f"{folder} cannot be written to", elsewhere)
+    try:
+        cubin._require_own(*(folder / "cubins").glob("*"))
+    except cubin.CubinError as error:
+        return Check("kernel cache", "no", str(error), elsewhere)
+    return Check("kernel cache", "yes", f"{folder} can be written to, by this user alone")
 
 
 def _writable(folder: Path) -> bool:

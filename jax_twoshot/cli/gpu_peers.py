@@ -71,12 +71,14 @@ class Peer(NamedTuple):
       program: ``GRAPH`` or ``JAX``.
       make: prepares a cell; any exception is the reason why it cannot run there.
       make_seconds: the longest that may take.
+      xla_flags: which the processes need that it runs in, beside what ``XLA_FLAGS`` says.
     """
 
     name: str
     program: str
     make: Callable[[Cell], Contender]
     make_seconds: float = 60
+    xla_flags: str = ""
 
     def __str__(self) -> str:
         return f"{self.name} ({self.program})"
@@ -300,6 +302,14 @@ def _psum_jax(cell: Cell) -> Contender:
     return JaxRun(cell, lambda x: lax.psum(x, "tp"))
 
 
+def _pallas_jax(cell: Cell) -> Contender:
+    """Pallas Mosaic GPU's reduce-scatter, which is an all-reduce if nothing is scattered."""
+    _refuse_without_multicast(cell)
+    from jax.experimental.pallas.ops.gpu.reduce_scatter_mgpu import reduce_scatter
+
+    return JaxRun(cell, lambda x: reduce_scatter(x, axis_name="tp", scatter_dimension=None))
+
+
 @functools.cache
 def _nccl_group() -> Any:
     import torch.distributed
@@ -344,12 +354,16 @@ def _torch_two_shot(cell: Cell) -> Contender:
     return GraphRun(cell, lambda: torch.ops.symm_mem.two_shot_all_reduce_(x, "sum", group), x, x)
 
 
-def _torch_multimem(cell: Cell) -> Contender:
+def _refuse_without_multicast(cell: Cell) -> None:
     if cell.shared:
         raise ValueError("multicast needs a GPU for each rank")
     refusal = symmetric.multicast_refusal(symmetric._Driver(), cell.ordinal)
     if refusal:
         raise ValueError(f"no multicast: {refusal}")
+
+
+def _torch_multimem(cell: Cell) -> Contender:
+    _refuse_without_multicast(cell)
     import torch
 
     x, handle, group = _symmetric(cell)
@@ -403,8 +417,17 @@ def _flashinfer(cell: Cell, one_shot: bool) -> Contender:
     return GraphRun(cell, call, x, out)
 
 
+def _flashinfer_mnnvl(cell: Cell) -> Contender:
+    _refuse_without_multicast(cell)
+    raise ValueError("its workspace is a multicast object over fabric handles, which this benchmark does not make")
+
+
 COMPILE_SECONDS = 240
 """FlashInfer compiles its kernels at the first use."""
+
+XLA_ONE_SHOT = "--xla_gpu_unsupported_use_all_reduce_one_shot_kernel=true"
+"""XLA's own kernel where XLA thinks it fit, else NCCL. With JAX 0.11.2 and one process for two H200 it made no
+difference."""
 
 OURS = "jax_twoshot"
 VARIANTS = ("ours, one-shot", "ours, two-shot")
@@ -423,9 +446,12 @@ PEERS = (
     Peer("torch multimem", GRAPH, _torch_multimem),
     Peer("flashinfer one-shot", GRAPH, functools.partial(_flashinfer, one_shot=True), COMPILE_SECONDS),
     Peer("flashinfer two-shot", GRAPH, functools.partial(_flashinfer, one_shot=False), COMPILE_SECONDS),
+    Peer("flashinfer mnnvl", GRAPH, _flashinfer_mnnvl),
     Peer("nccl", GRAPH, _nccl_torch),
     Peer(OURS, JAX, _ours_jax),
     Peer("psum", JAX, _psum_jax),
+    Peer("psum, XLA one-shot", JAX, _psum_jax, xla_flags=XLA_ONE_SHOT),
+    Peer("pallas multimem", JAX, _pallas_jax),
     Peer(OURS, DECODE, _decode_ours),
     Peer("psum", DECODE, _decode_psum),
     Peer(NO_SUM, DECODE, _decode_alone),

@@ -27,29 +27,52 @@ The parameters of a launch, in this order, and nothing else (``ffi/all_reduce_cu
                          chunk     of the round
                          ranks     mask of the ranks whose chunk had not come, two words
                          calls     calls before this one
-                         unused
+                         the host's own
 
 A launch has blocks of `protocol.THREADS`, a grid of `protocol.grid`, no shared memory and, if `pdl`,
 programmatic stream serialization. A failed workspace stays failed: its calls wait for nothing and write NaN.
 
-What was tried (cubins for sm_90a, BF16, at most 80 registers a thread so that `protocol.CTAS_PER_SM` fit):
+Each thread has at most one chunk where the grid is large enough (``one_each``): the thread pushes it and collects
+its sum, or owns it, adds the others' parts to its own and hands the sum on itself. Beyond that a thread takes its
+chunks two by two (``several_each``).
 
-- TP 2 takes 60 registers, TP 8 and 16 all 80. Only TP 16 spills: 136 bytes when it polled its slots at once,
-  none in batches of 8 (with multicast 88), none at all in batches of 4. Each batch is one more trip to L2,
-  hence `twoshot.SLOTS_AT_ONCE`.
-- The first load of the operand stands in front of the loop, and before that of the control block. In the loop the
-  compiler moved what depends on the epoch alone ahead of it, so that it waited for the epoch; after the control
-  block's it did the same, to put the epoch into a uniform register.
+The floor. Two shots of a message of B bytes move, on each rank, 2 B of operand and result and, through memory that
+ranks share, six times B (1 - 1 / TP): push, poll and re-arm of slots and of sums. One shot: 2 B and 3 B (TP - 1). A
+GPU's link carries 2 B (1 - 1 / TP) a direction in two shots, B (TP - 1) in one: with 450 GB/s and 1.59 us a hop
+(one chunk alone, two H200), 64 rows of 7168 at TP 2 take no less than 3.6 us. A thread of ``one_each`` runs through
+some 250 instructions at TP 2, one shot (sm_90a); with a warp or two on a scheduler that is what small messages pay
+for.
+
+What was tried, in us a call: one process, a stream a rank, H200, BF16, width 7168 (`docs/benchmarks.md` has the
+tables; what is within a few percent of each other is the same).
+
+- A rank's own part in registers, in none of its slots and no sum of its own in its gather, against all TP slots,
+  one chunk a thread, two shots, 64 rows: 14.24 against 16.26 at TP 8, 6.67 against 7.84 at TP 4, 4.01 against 4.70
+  at TP 2; over NVLink (two GPUs) 5.66 against 6.31. Read once more for the sum, it cost 0.2 us at one row of TP 2:
+  the polls waited for it. ``one_each`` therefore never reads it twice.
+- Batches of 2 chunks a thread, all in flight at once: 13.3 instead of 14.2 at TP 8 and 64 rows, 6.1 instead of 6.7
+  at TP 4; over NVLink 4.93 instead of 5.75 for one shot at TP 2. With one chunk a thread they only cost, 0.1 to 0.3
+  us, in instructions: hence the two ways. Batches of 4 were slower than 2 nearly everywhere, by up to 1.6 us; one
+  shot of 64 rows at TP 2 on one GPU, 3.32 instead of 3.69, is the exception.
+- Polling again only what has not come: in batches of 2, 6.13 instead of 6.55 at TP 4 and 64 rows, and 5.89 instead
+  of 6.41 for one shot of 8 rows at TP 8. With one chunk a thread within 2 %, but for one row at TP 8: 2.44 instead
+  of 2.33.
+- With batches of 4: L1::no_allocate on operand and result, L2 evict_first on them and evict_last on the mailboxes
+  gained 4 % at most (64 rows at TP 8) and cost as much elsewhere. The next launch let start after the push: up to
+  15 % faster at TP 2, up to 13 % slower at TP 4 and 8. As many chunks for every thread: up to 27 % faster where a
+  few threads had two of them, 5 % slower at TP 8 and 64 rows; with batches of 2 there is less to gain, and it is
+  not done.
+- 4 instead of 6 CTAs an SM, which frees registers for batches of 4: one shot of 64 rows at TP 2 3.06 instead of
+  3.32, two shots at TP 4 6.96 instead of 6.21.
+- Counters: ncu's range replay does not get kernels through that wait for each other, so there are none.
+- A loop with ``range`` keeps registers for a negative step, one with ``while`` does not.
+- Slots are polled 8 at once (`twoshot.SLOTS_AT_ONCE`): 16 would not fit 80 registers beside the rest.
+- The first loads of the operand stand in front of that of the control block. After it, or in the loop, the compiler
+  moved what depends on the epoch alone ahead of them, so that they waited for it.
 - The peers' addresses were a table in memory, one more trip to L2 before a push and another before a sum is stored.
-- On one H200 (`docs/benchmarks.md` has the tables), one process, 1 / 4 / 16 / 64 rows of 7168: the two-shot
-  kernel took 2.29 / 2.47 / 2.84 / 4.59 us at TP 2 and 3.13 / 3.52 / 5.35 / 15.37 at TP 8 with the peers'
-  addresses in a table and the operand loaded after the control block; 2.15 / 2.30 / 2.58 / 4.67 and 3.15 / 3.37
-  / 5.41 / 16.64 with the addresses as parameters and both loads in flight at once. These are two runs: what is
-  within a few percent of each other is the same.
-- One-shot saves a hop: 1.50 us instead of 2.15 at TP 2 and one row; it loses from 16 rows at TP 4, 4 at TP 8.
-- Not tried: batches of chunks a thread (at 64 rows and TP 8 a thread takes nine, one L2 trip after the other).
-- Counting the CTA before the reduce spilled the count at TP 8: a store that waits for the atomic, in the way
-  of the first warp. Counted after it, the count has the whole collect to come back.
+- Counting the CTA before the reduce of several chunks spilled the count: a store that waits for the atomic, in the
+  way of the first warp. Counted after it, the count has the whole collect to come back. (One shot at TP 4 still
+  spills it.)
 """
 
 from __future__ import annotations

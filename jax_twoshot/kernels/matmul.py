@@ -3,7 +3,8 @@
 A CTA takes tiles of 64 columns, one after the other. Its warps share the tile's K among them, each lane reads 16 bytes
 of eight rows of ``w`` at a time straight into registers, and the next eight while these are multiplied: every byte of
 ``w`` is read once, and nothing but the warps' sums goes through shared memory. A finished tile is rounded and pushed,
-and the CTA goes on to the next: what it pushed travels meanwhile. The sum over ranks and the result come after.
+and the CTA goes on to the next: what it pushed travels meanwhile. The sum over ranks, always in two shots, and the
+result come after.
 
 The product is `mma.m16n8k16`, whose lane ``4 g + t`` holds of B the rows ``2t, 2t+1, 2t+8, 2t+9`` of column ``g``.
 Which row of ``w`` is called which does not matter as long as ``a`` agrees, nor which column: lane ``4 g + t`` reads
@@ -13,9 +14,9 @@ two steps of K take four rows each. So the loads are whole chunks, 128 neighbour
 
 from __future__ import annotations
 
-from cutlass import Float32, Int32, Int64, Uint32, const_expr, cute, range_constexpr
+from cutlass import Float32, Int32, Int64, Uint32, cute, range_constexpr
 
-from jax_twoshot.kernels import launch, memory, oneshot, twoshot
+from jax_twoshot.kernels import launch, memory, twoshot
 from jax_twoshot.kernels.launch import Arguments, Call
 from jax_twoshot.kernels.memory import Chunk
 from jax_twoshot.protocol import CHUNK_BYTES, MATMUL_COLUMNS, MATMUL_DEPTH, MATMUL_THREADS, Format
@@ -34,12 +35,10 @@ class MatmulAllReduce:
     """The kernel; a launch has blocks of `protocol.MATMUL_THREADS`.
 
     Attributes:
-      one_shot: every rank sums every chunk, else its owner.
       row_tiles: rows of ``a``, in sixteens.
     """
 
-    def __init__(self, *, algorithm: str, row_tiles: int) -> None:
-        self.one_shot = algorithm == "one_shot"
+    def __init__(self, *, row_tiles: int) -> None:
         self.row_tiles = row_tiles
 
     @cute.kernel
@@ -67,12 +66,11 @@ class MatmulAllReduce:
             for row_tile in range_constexpr(self.row_tiles):
                 self.push_tile(call, totals[row_tile], partials, lane, row_tile * TILE_ROWS, rows, width, tile)
         launch.settle(call)
-        if const_expr(not self.one_shot):
-            for index in range(thread, call.mine, threads):
-                launch.reduce(call, index)
+        for index in range(thread, call.mine, threads):
+            launch.reduce(call, index)
         before = launch.arrive(call)
         for chunk in range(thread, chunks, threads):
-            memory.store_chunk(out + Int64(chunk) * CHUNK_BYTES, self.take(call, chunk))
+            memory.store_chunk(out + Int64(chunk) * CHUNK_BYTES, launch.collect(call, chunk))
         launch.advance(call, before)
 
     @cute.jit
@@ -149,25 +147,7 @@ class MatmulAllReduce:
                 part = load_shared(partials + ((warp * TILE_ROWS + row) * MATMUL_COLUMNS + place * 8) * 4)
                 total = [x + y for x, y in zip(total, part, strict=True)]
             chunk = (first_row + row) * (width // 8) + tile * TILE_CHUNKS + place
-            self.push(call, chunk, twoshot.narrow(total, call.buffers.format))
-
-    @cute.jit
-    def push(self, call: Call, chunk: Int32, words: Chunk) -> None:
-        if const_expr(self.one_shot):
-            if call.alive:
-                oneshot.push(call.buffers, oneshot.aim(call.buffers, chunk), words)
-        else:
-            launch.push(call, chunk, words)
-
-    @cute.jit
-    def take(self, call: Call, chunk: Int32) -> Chunk:
-        words = twoshot.not_a_number(call.buffers.format)
-        if const_expr(self.one_shot):
-            if call.alive:
-                words = oneshot.reduce(call.buffers, chunk, call.watch)
-        else:
-            words = launch.collect(call, chunk)
-        return words
+            launch.push(call, chunk, twoshot.narrow(total, call.buffers.format))
 
 
 @cute.jit

@@ -1,0 +1,318 @@
+"""Runs a kernel's PTX in Python: all threads of all ranks, interleaved at random, without a GPU.
+
+Only what the all-reduce's kernels use. Memory is sequentially consistent and clocks stand still. A thread may be held
+up at every turn of a loop, at a barrier, and now and then after a store that a peer polls.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import struct
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+THREADS = 128
+TURNS = 100_000
+"""After so many a run hangs."""
+
+Thread = Generator[bool, None, None]
+Kernel = Callable[["Memory", Sequence[int], int, int, int], Thread]
+"""Memory, parameters, thread of the CTA, CTA, CTAs; yields whether it is at a barrier."""
+
+
+@dataclass
+class Memory:
+    """Device memory of all ranks, at addresses from `START` up.
+
+    Attributes:
+      data: its bytes.
+      multicast: address of a window whose stores go to ``targets``; 0: none.
+      targets: addresses of what the window stands for.
+    """
+
+    START = 4096
+
+    data: bytearray
+    multicast: int = 0
+    targets: list[int] = field(default_factory=list)
+    end: int = START
+
+    def allocate(self, size: int) -> int:
+        start = -(-self.end // 256) * 256
+        self.end = start + size
+        assert self.end <= len(self.data)
+        return start
+
+    def load(self, address: int, size: int) -> int:
+        return int.from_bytes(self.data[self._checked(address, size) : address + size], "little")
+
+    def store(self, address: int, size: int, value: int) -> None:
+        self._checked(address, size)
+        self.data[address : address + size] = (value & ((1 << 8 * size) - 1)).to_bytes(size, "little")
+
+    def load4(self, address: int) -> tuple[int, ...]:
+        return struct.unpack_from("<4I", self.data, self._checked(address, 16))
+
+    def store4(self, address: int, *words: int) -> None:
+        struct.pack_into("<4I", self.data, self._checked(address, 16), *(word & 0xFFFF_FFFF for word in words))
+
+    def store4_everywhere(self, address: int, *words: int) -> None:
+        assert self.multicast
+        for target in self.targets:
+            self.store4(target + address - self.multicast, *words)
+
+    def count(self, address: int, last: int) -> int:
+        before = self.load(address, 4)
+        self.store(address, 4, 0 if before >= last else before + 1)
+        return before
+
+    def set_bits(self, address: int, bits: int) -> int:
+        before = self.load(address, 4)
+        self.store(address, 4, before | bits)
+        return before
+
+    def _checked(self, address: int, size: int) -> int:
+        assert address % size == 0 and address >= self.START and address + size <= self.end, f"address {address:#x}"
+        return address
+
+
+# ---- From PTX to Python ------------------------------------------------------------------------------------
+
+
+def compile_ptx(text: str) -> Kernel:
+    """The only entry of ``text`` as a Python generator: a jump is an assignment to ``block``."""
+    blocks, labels = _blocks(text[text.index("{", text.index(".entry")) + 1 :])
+    lines = ["def kernel(memory, parameters, tid, ctaid, nctaid):", " block = 0", " while True:"]
+    for number, block in enumerate(blocks):
+        lines.append(f"  if block == {number}:")
+        for line in block:
+            guard, rest = re.fullmatch(r"(?:@(!?\S+)\s+)?(.*)", line).groups()
+            condition = f"if {'not ' if guard.startswith('!') else ''}{_name(guard.lstrip('!'))}: " if guard else ""
+            operation, *operands = _split(rest)
+            lines += [f"   {condition}{code}" for code in _code(operation, operands, labels)]
+            if operation.startswith("bra") and labels[operands[0]] <= number:
+                lines.append("   yield False")
+            if operation.startswith("bra") or operation == "ret":
+                lines.append("   continue")
+        if not block or not re.search(r"\b(bra|ret)\b", block[-1]):
+            lines.append(f"   block = {number + 1}")
+    scope = {"float_add": _float_add, "to_bf16": _to_bf16, "signed": _signed, "hold": _hold}
+    exec("\n".join(lines), scope)
+    return scope["kernel"]
+
+
+def _blocks(body: str) -> tuple[list[list[str]], dict[str, int]]:
+    """Instructions from jump to jump, and at which block a label stands; a jump says first where to go otherwise."""
+    blocks: list[list[str]] = [[]]
+    labels = {}
+    for line in re.sub(r"//.*|\.reg [^;]*;|^\s*[{}]\s*$|^\s*\.\w+.*$", "", body, flags=re.MULTILINE).splitlines():
+        if label := re.match(r"\s*(\$\w+):", line):
+            blocks.append([])
+            labels[label[1]] = len(blocks) - 1
+            continue
+        inline = re.fullmatch(r"\s*\{(.*;)\s*\}\s*", line)
+        for text in (inline[1] if inline else line).split(";"):
+            text = text.strip()
+            if not text or text == "}":
+                continue
+            if re.match(r"(@\S+\s+)?bra\b", text):
+                blocks[-1].append(f"next {len(blocks)}")
+            blocks[-1].append(text)
+            if re.match(r"(@\S+\s+)?(bra|ret)\b", text):
+                blocks.append([])
+    return blocks, labels
+
+
+def _split(instruction: str) -> list[str]:
+    """Operation and operands; what is in braces is one."""
+    operation, *rest = instruction.split(None, 1)
+    return [operation, *re.findall(r"\{[^}]*\}|[^,\s][^,]*", rest[0] if rest else "")]
+
+
+def _name(operand: str) -> str:
+    operand = operand.strip()
+    if re.fullmatch(r"-?(0x[0-9a-fA-F]+|\d+)", operand):
+        return str(int(operand, 0))
+    return operand.removeprefix("%").removesuffix(".x").replace(".", "_")
+
+
+def _words(operand: str) -> str:
+    return ", ".join(_name(word) for word in operand.strip("{} ").split(","))
+
+
+def _address(operand: str) -> str:
+    return re.sub(r"%", "", operand.strip().strip("[]"))
+
+
+_COMPARE = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
+_LOGIC = {"and": "and", "or": "or", "xor": "!="}
+_ARITHMETIC = {"add": "+", "sub": "-", "and": "&", "or": "|", "shl": "<<"}
+
+
+def _code(operation: str, operands: list[str], labels: dict[str, int]) -> list[str]:
+    """Lines of Python for one instruction; registers hold unsigned integers, floats their bits."""
+    kind, *parts = operation.split(".")
+    match kind:
+        case "next":
+            return [f"block = {operands[0]}"]
+        case "bra":
+            return [f"block = {labels[operands[0]]}"]
+        case "ret":
+            return ["return"]
+        case "bar":
+            return ["yield True"]
+        case "griddepcontrol":
+            return []
+        case "ld" | "st" | "multimem" | "atom" | "red":
+            return _memory_code(kind, parts, operands)
+    type_ = parts[-1]
+    if type_ == "pred":
+        a, *b = map(_name, operands[1:])
+        value = {"mov": f"bool({a})", "not": f"not {a}"}.get(kind) or f"bool({a}) {_LOGIC[kind]} bool({b[0]})"
+        return [f"{_name(operands[0])} = {value}"]
+    width = int(type_.removeprefix("bf16x2.").lstrip("busf"))
+    mask = (1 << width) - 1
+    if kind == "mov" and "{" in operands[0]:
+        low, high = (_name(half) for half in operands[0].strip("{}").split(","))
+        return [f"{low} = {_name(operands[1])} & 0xFFFF", f"{high} = {_name(operands[1])} >> 16"]
+    if kind == "mov" and "globaltimer" in operands[1]:
+        return [f"{_name(operands[0])} = 1"]
+    if kind == "mov" and "{" in operands[1]:
+        low, high = (_name(half) for half in operands[1].strip("{}").split(","))
+        return [f"{_name(operands[0])} = {low} | {high} << 16"]
+    into, *values = map(_name, operands)
+    if type_[0] == "s":
+        signed = [f"signed({value}, {32 if parts[0] == 'wide' else width})" for value in values]
+    else:
+        signed = [f"({value} & {mask})" for value in values]
+    match kind, parts:
+        case "setp", [compare, _]:
+            return [f"{into} = {signed[0]} {_COMPARE[compare]} {signed[1]}"]
+        case "add", ["f32"]:
+            return [f"{into} = float_add({values[0]}, {values[1]})"]
+        case "cvt", ["rn", "bf16x2", "f32"]:
+            return [f"{into} = to_bf16({values[0]}) << 16 | to_bf16({values[1]})"]
+        case "cvt", [to, _]:
+            return [f"{into} = {signed[0]} & {(1 << int(to[1:])) - 1}"]
+        case "mov", _:
+            value = signed[0]
+        case "selp", _:
+            value = f"({values[0]} if {values[2]} else {values[1]})"
+        case "shr", _:
+            value = f"({signed[0]} >> {values[1]})"
+        case "div", _:
+            value = f"({signed[0]} // {signed[1]} if {signed[1]} else -1)"
+        case ("min" | "max"), _:
+            value = f"{kind}({signed[0]}, {signed[1]})"
+        case ("mul" | "mad"), [which, _]:
+            value = f"({signed[0]} * {signed[1]})" + (f" >> {width}" if which == "hi" else "")
+            mask = (1 << 64) - 1 if which == "wide" else mask
+            value = f"(({value}) + {values[2]})" if kind == "mad" else f"({value})"
+        case _:
+            value = f"({values[0]} {_ARITHMETIC[kind]} ({values[1]}))"
+    return [f"{into} = {value} & {mask}"]
+
+
+def _memory_code(kind: str, parts: list[str], operands: list[str]) -> list[str]:
+    polled = ["hold() and (yield False)"] if parts[:2] == ["relaxed", "sys"] else []
+    if kind == "ld" and parts[0] == "param":
+        return [f"{_name(operands[0])} = parameters[{re.search(r'param_([0-9]+)', operands[1])[1]}]"]
+    size = int(parts[-1].lstrip("busf")) // 8 if kind != "multimem" else 4
+    if kind == "ld" and "v4" in parts:
+        return [f"{_words(operands[0])} = memory.load4({_address(operands[1])})"]
+    if kind == "ld":
+        return [f"{_name(operands[0])} = memory.load({_address(operands[1])}, {size})"]
+    if "v4" in parts:
+        store = "store4_everywhere" if kind == "multimem" else "store4"
+        return [f"memory.{store}({_address(operands[0])}, {_words(operands[1])})", *polled]
+    if kind == "st":
+        return [f"memory.store({_address(operands[0])}, {size}, {_name(operands[1])})"]
+    if kind == "red":
+        place = _address(operands[0])
+        return [f"memory.store({place}, 4, memory.load({place}, 4) & {_name(operands[1])})"]
+    method = "count" if "inc" in parts else "set_bits"
+    return [f"{_name(operands[0])} = memory.{method}({_address(operands[1])}, {_name(operands[2])} & 0xFFFFFFFF)"]
+
+
+def _signed(value: int, width: int) -> int:
+    value &= (1 << width) - 1
+    return value - (1 << width) if value >> width - 1 else value
+
+
+def _float_add(a: int, b: int) -> int:
+    with np.errstate(all="ignore"):
+        total = np.uint32(a).view(np.float32) + np.uint32(b).view(np.float32)
+    return 0x7FFF_FFFF if np.isnan(total) else int(total.view(np.uint32))
+
+
+def _to_bf16(bits: int) -> int:
+    if bits & 0x7FFF_FFFF > 0x7F80_0000:
+        return 0x7FFF
+    return (bits + 0x7FFF + (bits >> 16 & 1)) >> 16 & 0xFFFF
+
+
+_random = random.Random()
+
+
+def _hold() -> bool:
+    return _random.random() < 0.02
+
+
+# ---- Running -----------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Launch:
+    """Of one kernel on one rank."""
+
+    kernel: Kernel
+    parameters: list[int]
+    ctas: int
+
+
+class _Running:
+    def __init__(self, memory: Memory, launch: Launch) -> None:
+        self.ctas = [
+            dict(enumerate(launch.kernel(memory, launch.parameters, tid, cta, launch.ctas) for tid in range(THREADS)))
+            for cta in range(launch.ctas)
+        ]
+        self.at_barrier: list[set[int]] = [set() for _ in self.ctas]
+
+    def step(self) -> None:
+        for threads, waiting in zip(self.ctas, self.at_barrier, strict=True):
+            if _random.random() < 0.2:
+                continue
+            for tid in [tid for tid in threads if tid not in waiting]:
+                try:
+                    if next(threads[tid]):
+                        waiting.add(tid)
+                except StopIteration:
+                    del threads[tid]
+            if len(waiting) == len(threads):
+                waiting.clear()
+
+    @property
+    def done(self) -> bool:
+        return not any(self.ctas)
+
+
+def run(memory: Memory, streams: Sequence[Sequence[Launch]], seed: int) -> None:
+    """Runs each rank's launches, one after the other, beside those of the other ranks."""
+    _random.seed(seed)
+    waiting = [list(reversed(launches)) for launches in streams]
+    running: list[_Running | None] = [None] * len(waiting)
+    for _ in range(TURNS):
+        if not any(waiting) and not any(running):
+            return
+        for rank in _random.sample(range(len(waiting)), len(waiting)):
+            now = running[rank]
+            if now is None and waiting[rank]:
+                running[rank] = _Running(memory, waiting[rank].pop())
+            elif now is not None and _random.random() < 0.7:
+                now.step()
+                if now.done:
+                    running[rank] = None
+    raise AssertionError("a launch waits for ever")
