@@ -274,6 +274,12 @@ class TestErrors:
         ones = np.ones((2, 16), np.float32)
         assert "'z'" in self.trace(ones, ones, ones[0], axis_name="z")
 
+    def test_explicit_axis(self) -> None:
+        mesh = jax.make_mesh((2, 4), ("dp", "tp"))
+        operands = (np.ones((2, 64), np.float32), np.ones((2, 64), np.float32), np.ones(64, np.float32))
+        with jax.set_mesh(mesh), pytest.raises(NotImplementedError, match="all_reduce_rms_norm: .*Explicit"):
+            jax.jit(jax.shard_map(rms_norm, in_specs=P(), out_specs=P(), axis_names={"tp"})).trace(*operands)
+
 
 class TestCuda:
     """What is compiled for GPUs; it runs in ``tests/gpu``."""

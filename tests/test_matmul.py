@@ -117,6 +117,12 @@ class TestErrors:
         assert "got float32 and float32" in self.text(np.ones((2, 32), np.float32), bf16.astype(np.float32))
         assert "got float16 and bfloat16; cast" in self.text(np.ones((2, 32), np.float16), bf16)
 
+    def test_explicit_axis(self) -> None:
+        mesh = jax.make_mesh((2, 4), ("dp", "tp"))
+        operands = (np.ones((2, 64), jnp.bfloat16), np.ones((64, 64), jnp.bfloat16))
+        with jax.set_mesh(mesh), pytest.raises(NotImplementedError, match="matmul_all_reduce: .*Explicit"):
+            jax.jit(jax.shard_map(matmul, in_specs=P(), out_specs=P(), axis_names={"tp"})).trace(*operands)
+
 
 class TestCuda:
     @pytest.fixture
