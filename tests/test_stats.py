@@ -79,9 +79,9 @@ def test_slow_waits_and_the_last_failure() -> None:
 
         patient, hasty = (
             jax_twoshot.Workspace(mesh, "tp", rows=1, width=2880, dtype=np.float32, timeout=seconds)
-            for seconds in (8, 0.5)
+            for seconds in (5, 0.5)
         )
-        jax.block_until_ready(late(1, patient)(x))
+        jax.block_until_ready(late(1.5, patient)(x))
         print(patient.stats().calls, patient.stats().slow_waits > 0, patient.stats().failure)
         try:
             jax.block_until_ready(late(1, hasty)(x))
