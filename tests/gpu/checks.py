@@ -96,9 +96,12 @@ class Tally:
                     f"the first at {at}: {got[at]!r} instead of {want[at]!r}"
                 )
 
-    def result(self) -> dict[str, Any]:
+    def compare_all(self) -> None:
         while self._pending:
             self._compare(*self._pending.pop(0))
+
+    def result(self) -> dict[str, Any]:
+        self.compare_all()
         return {"calls": self.calls, "compared": self.compared, "wrong": self.wrong, "first": self.first}
 
 
@@ -336,19 +339,51 @@ def rms_norm(job: Job) -> dict[str, Any]:
         def call(x: jax.Array, residual: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
             return jax_twoshot.all_reduce_rms_norm(x, residual, weight, "tp", eps=EPS, workspace=workspace)
 
-        program = job.program(call)
-        for run in range(job.runs(270)):
-            shape = FUSED_SHAPES[run % len(FUSED_SHAPES)]
-            x, residual, weight = values(random, job.tp, *shape), values(random, *shape), values(random, shape[-1])
-            if run % 3 == 0:
-                job.hold_up_one(random)
-            got = program(job.place(x), _everywhere(job, residual), _everywhere(job, weight))
-            for what, result, want in zip(
-                ("normalised", "residual"), got, reference.all_reduce_rms_norm(x, residual, weight, EPS), strict=True
-            ):
-                tally.add(f"run {run} of {shape}, {what}", result, want)
+        programs = [_compiled(job, call, shape) for shape in FUSED_SHAPES]
+        for run in range(job.runs(30)):
+            given = [_operands(random, job.tp, shape) for shape in FUSED_SHAPES]
+            wants = [reference.all_reduce_rms_norm(*each, EPS) for each in given]
+            labels = [f"run {run} of {shape}" for shape in FUSED_SHAPES]
+            _run_undisturbed(job, random, tally, labels, programs, given, wants)
         _run_layers(job, call, random, tally)
-    return tally.result()
+        return tally.result()
+
+
+def _operands(random: np.random.Generator, tp: int, shape: tuple[int, ...]) -> tuple[np.ndarray, ...]:
+    return values(random, tp, *shape), values(random, *shape), values(random, shape[-1])
+
+
+def _compiled(job: Job, call: Callable, shape: tuple[int, ...]) -> Callable:
+    shapes = (shape, shape, shape[-1:])
+    return job.program(call).lower(*(job.shape(each, BF16) for each in shapes)).compile()
+
+
+def _run_undisturbed(
+    job: Job,
+    random: np.random.Generator,
+    tally: Tally,
+    labels: list[str],
+    programs: list[Callable],
+    given: list[tuple[np.ndarray, ...]],
+    wants: list[Any],
+) -> None:
+    """Calls that follow each other, a rank late at one of them. No rank compiles or copies meanwhile: where ranks share
+    a GPU, that may wait for their kernels, which wait for it."""
+    placed = [(job.place(x), _everywhere(job, r), _everywhere(job, w)) for x, r, w in given]
+    jax.block_until_ready(placed)
+    job.barrier()
+    late, results = random.integers(len(programs)), []
+    for number, (program, operands) in enumerate(zip(programs, placed, strict=True)):
+        if number == late:
+            job.hold_up_one(random)
+        results.append(program(*operands))
+    jax.block_until_ready(results)
+    job.barrier()
+    for label, result, want in zip(labels, results, wants, strict=True):
+        for what, got, expected in zip(("normalised", "residual"), result, want, strict=True):
+            tally.add(f"{label}, {what}", got, expected)
+    tally.compare_all()
+    job.barrier()
 
 
 def matmul(job: Job) -> dict[str, Any]:
@@ -387,16 +422,11 @@ def _run_layers(job: Job, call: Callable, random: np.random.Generator, tally: Ta
     def scanned(x: jax.Array, residual: jax.Array, weight: jax.Array) -> Any:
         return lax.scan(lambda carry, _: layer(carry, weight), (x, residual), length=LAYERS)[1]
 
-    programs = {"unrolled": job.program(unrolled), "scan": job.program(scanned)}
+    programs = [_compiled(job, layers, SHAPE) for layers in (unrolled, scanned)]
     for run in range(job.runs(30)):
-        x, residual, weight = values(random, job.tp, *SHAPE), values(random, *SHAPE), values(random, SHAPE[-1])
-        want = _layers(x, residual, weight)
-        operands = job.place(x), _everywhere(job, residual), _everywhere(job, weight)
-        for name, program in programs.items():
-            if run % 2:
-                job.hold_up_one(random)
-            for what, result, each in zip(("normalised", "residual"), program(*operands), want, strict=True):
-                tally.add(f"{name}, run {run}, {what}", result, each)
+        given = _operands(random, job.tp, SHAPE)
+        labels = [f"{name}, run {run}" for name in ("unrolled", "scan")]
+        _run_undisturbed(job, random, tally, labels, programs, [given] * 2, [_layers(*given)] * 2)
 
 
 def _layers(x: np.ndarray, residual: np.ndarray, weight: np.ndarray) -> list[np.ndarray]:
