@@ -60,7 +60,7 @@ def all_reduce_rms_norm(
       NameError: ``axis_name`` is not an axis here: no such axis, or outside ``shard_map``.
       ValueError: shapes that do not fit, a row of another size than said, a bad ``eps``, a residual or a weight that is
         typed as varying over ``axis_name``; an axis or a workspace as of :func:`jax_twoshot.all_reduce`.
-      NotImplementedError: as of :func:`jax_twoshot.all_reduce`.
+      NotImplementedError: as of :func:`jax_twoshot.all_reduce`; on CUDA, more than 2 ranks.
     """
     axes = _api.all_manual_axes(_NAME, axis_name)
     x, residual, weight = map(jnp.asarray, (x, residual, weight))
@@ -197,6 +197,7 @@ def _lower_cpu(ctx, x, residual, weight, rank, group, *, axes, tp, workspace, ty
 
 def _lower_cuda(ctx, x, residual, weight, rank, group, **params):
     what = f"jax_twoshot.{_NAME} over {axes_text(params['axes'])}"
+    _api.check_fused_ranks(what, params["tp"])
     aval, workspace = ctx.avals_in[0], params["workspace"]
     if workspace is None or workspace.gpu is None:
         raise _api.no_workspace(what, aval.dtype)

@@ -47,7 +47,7 @@ def matmul_all_reduce(
       NameError: ``axis_name`` is not an axis here: no such axis, or outside ``shard_map``.
       ValueError: shapes that do not fit, more rows, another K or width than said; an axis or a workspace as of
         :func:`jax_twoshot.all_reduce`.
-      NotImplementedError: as of :func:`jax_twoshot.all_reduce`.
+      NotImplementedError: as of :func:`jax_twoshot.all_reduce`; on CUDA, more than 2 ranks.
     """
     axes = _api.all_manual_axes(_NAME, axis_name)
     a, w = map(jnp.asarray, (a, w))
@@ -147,6 +147,7 @@ batching.primitive_batchers[matmul_all_reduce_p] = _batch
 
 def _lower_cuda(ctx, a, w, rank, group, **params):
     what = f"jax_twoshot.{_NAME} over {axes_text(params['axes'])}"
+    _api.check_fused_ranks(what, params["tp"])
     (shape, dtype), (depth, width) = (ctx.avals_in[0].shape, ctx.avals_in[0].dtype), ctx.avals_in[1].shape
     workspace, fmt = params["workspace"], protocol.FORMATS[dtype.name]
     if workspace is None or workspace.gpu is None:

@@ -286,14 +286,14 @@ class TestCuda:
 
     @pytest.fixture
     def workspace(self) -> Iterator[jax_twoshot.Workspace]:
-        """As on a mesh of four GPUs."""
-        with jax_twoshot.Workspace(cpu_mesh(4), "tp", rows=64, width=4096) as workspace:
+        """As on a mesh of two GPUs."""
+        with jax_twoshot.Workspace(cpu_mesh(2), "tp", rows=64, width=4096) as workspace:
             workspace.handle = replace(workspace.handle, gpu=Gpus("sm_90a", False, 1, 132, 1 << 17))
             yield workspace
 
     def lower(self, rows: int, width: int) -> str:
-        f = jax.shard_map(rms_norm, mesh=cpu_mesh(4), in_specs=(P(None, "tp"), P(), P()), out_specs=P())
-        shapes = ((rows, 4 * width), (rows, width), (width,))
+        f = jax.shard_map(rms_norm, mesh=cpu_mesh(2), in_specs=(P(None, "tp"), P(), P()), out_specs=P())
+        shapes = ((rows, 2 * width), (rows, width), (width,))
         traced = jax.jit(f).trace(*(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes))
         return traced.lower(lowering_platforms=("cuda",)).as_text()
 
@@ -304,7 +304,7 @@ class TestCuda:
         assert [int(grid) for grid in re.findall(r"\bgrid = (\d+)", text)] == grids
 
     def test_a_row_that_does_not_fit(self, workspace: Any) -> None:
-        workspace.handle = replace(workspace.handle, layout=protocol.Layout(4, 100))
+        workspace.handle = replace(workspace.handle, layout=protocol.Layout(2, 200))
         with pytest.raises(ValueError, match="the workspace must hold a row, 4096 elements, it holds 3200"):
             self.lower(1, 4096)
 

@@ -127,15 +127,15 @@ class TestErrors:
 class TestCuda:
     @pytest.fixture
     def workspace(self) -> Iterator[jax_twoshot.Workspace]:
-        """As on a mesh of four GPUs."""
-        with jax_twoshot.Workspace(cpu_mesh(4), "tp", rows=64, width=4096) as workspace:
+        """As on a mesh of two GPUs."""
+        with jax_twoshot.Workspace(cpu_mesh(2), "tp", rows=64, width=4096) as workspace:
             workspace.handle = replace(workspace.handle, gpu=Gpus("sm_90a", False, 1, 132, 1 << 17))
             yield workspace
 
     def lower(self, rows: int) -> str:
         f = jax.vmap(matmul, in_axes=(0, None))  # a batch may have more rows than the call takes
-        mapped = jax.shard_map(f, mesh=cpu_mesh(4), in_specs=(P(None, None, "tp"), P("tp")), out_specs=P())
-        shapes = (rows, 1, 4 * 64), (4 * 64, 4096)
+        mapped = jax.shard_map(f, mesh=cpu_mesh(2), in_specs=(P(None, None, "tp"), P("tp")), out_specs=P())
+        shapes = (rows, 1, 2 * 64), (2 * 64, 4096)
         traced = jax.jit(mapped).trace(*(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes))
         return traced.lower(lowering_platforms=("cuda",)).as_text()
 

@@ -31,8 +31,6 @@ CALLS = {
     "walk": 2000,
     "loops": 30 * 2,
     "kept": 300 * 5,
-    "matmul": 120,
-    "rms_norm": 30 * 9 * 2 + 30 * 2 * 2,
     "soak": 20_032,
 }
 """Calls that each check must have compared."""
@@ -106,6 +104,17 @@ def test_a_message_that_does_not_fit_fails_the_workspace(one_gpu):
     assert one_gpu["oversize"]["numbers in the result"] == 0
     for text in (one_gpu["oversize"]["check"], one_gpu["oversize"]["next call"]):
         assert "a kernel gave rank 0 a message of 720 chunks of 16 bytes" in str(text)
+
+
+# ---- Fused layers ------------------------------------------------------------------------------------------
+
+FUSED_CALLS = {"rms_norm": 30 * 9 * 2 + 30 * 2 * 2, "matmul": 120}
+
+
+@pytest.mark.parametrize("check", FUSED_CALLS)
+def test_no_bit_of_a_fused_layer_is_wrong(gpu, check):
+    for rank in worker.launch(2, [check]):
+        assert (rank[check]["calls"], rank[check]["wrong"]) == (FUSED_CALLS[check], 0), rank[check]["first"]
 
 
 # ---- Programs and workspaces -------------------------------------------------------------------------------
