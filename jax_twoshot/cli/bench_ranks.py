@@ -22,6 +22,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -601,11 +602,15 @@ def _limits(found: Found) -> dict[int, int]:
 
 def plot(measurements: Sequence[Measurement], title: str, path: Path) -> None:
     """Draws time against bytes: a column of panels for each number of ranks, a row for each program."""
+    import matplotlib
     from matplotlib.figure import Figure
 
     programs = list(dict.fromkeys(m.program for m in measurements))
     tps = list(dict.fromkeys(m.tp for m in measurements))
-    colors = {name: f"C{i % 10}" for i, name in enumerate(dict.fromkeys(m.peer for m in measurements))}
+    palette = matplotlib.colormaps["tab20"].colors
+    names = dict.fromkeys(m.peer for m in measurements)
+    # Strong ones first, then their pale companions.
+    colors = dict(zip(names, itertools.cycle(palette[::2] + palette[1::2]), strict=False))
     figure = Figure(figsize=(1 + 4.5 * len(tps), 1 + 4 * len(programs)), layout="constrained")
     panels = figure.subplots(len(programs), len(tps), squeeze=False, sharex=True, sharey="row")
     for (i, program), (j, tp) in itertools.product(enumerate(programs), enumerate(tps)):
@@ -615,11 +620,12 @@ def plot(measurements: Sequence[Measurement], title: str, path: Path) -> None:
         panel.set_ylabel("time of a call, us (median, min and max)")
     for panel in panels[-1]:
         panel.set_xlabel("message of each rank, KiB")
-    figure.suptitle(title, fontsize=9)
+    lines = [line for part in title.splitlines() for line in textwrap.wrap(part, 70 * len(tps))]
+    figure.suptitle("\n".join(lines), fontsize=9)
     figure.savefig(path, dpi=150)
 
 
-def _panel(axes: Any, measurements: Sequence[Measurement], colors: dict[str, str]) -> None:
+def _panel(axes: Any, measurements: Sequence[Measurement], colors: dict[str, Any]) -> None:
     for peer in dict.fromkeys(m.peer for m in measurements):
         of_peer = sorted((m for m in measurements if m.peer == peer), key=lambda m: m.bytes)
         sizes = [m.bytes / 1024 for m in of_peer]
