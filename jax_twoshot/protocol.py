@@ -318,9 +318,9 @@ def most_ctas(ranks_on_device: int, sm_count: int, ctas_per_sm: int, alone: bool
 
     Where ranks share a GPU they also leave one SM free (a CTA goes to the emptiest SM). A rank that comes late may have
     a kernel of any size to run before its call, and finds no place beside CTAs that wait for it: seen as hangs of 4 and
-    of 8 ranks, one for want of registers, one for want of shared memory. It is not all: through JAX 0.11 ranks that share a
-    GPU can still hang where XLA has large kernels between the calls (``docs/benchmarks.md``); the suspicion is that XLA
-    launches those programmatically too, so that they are resident while ours waits, and they count nowhere here.
+    of 8 ranks, one for want of registers, one for want of shared memory. It is not all: through JAX 0.11 ranks that
+    share a GPU can still hang where XLA has large kernels between the calls (``docs/benchmarks.md``). The suspicion is
+    that XLA launches those programmatically too: they are resident while ours waits, and count nowhere here.
 
     Args:
       ranks_on_device: ranks that share one GPU (1 unless several processes use one GPU).
