@@ -607,7 +607,7 @@ def plot(measurements: Sequence[Measurement], title: str, path: Path) -> None:
 
     programs = list(dict.fromkeys(m.program for m in measurements))
     tps = list(dict.fromkeys(m.tp for m in measurements))
-    palette = matplotlib.colormaps["tab20"].colors
+    palette = [tuple(color) for color in matplotlib.colormaps["tab20"](range(20))]
     names = dict.fromkeys(m.peer for m in measurements)
     # Strong ones first, then their pale companions.
     colors = dict(zip(names, itertools.cycle(palette[::2] + palette[1::2]), strict=False))
