@@ -94,8 +94,24 @@ def _has_pdl_and_multicast(arch: str) -> bool:
     return capability(arch) >= (9, 0)
 
 
+class _ForTarget:
+    """What follows from the target of a kernel, of whichever kind."""
+
+    arch: str
+    multicast: bool
+
+    @property
+    def pdl(self) -> bool:
+        """Whether it is to be launched with programmatic stream serialization."""
+        return _has_pdl_and_multicast(self.arch)
+
+    def _check_multicast(self) -> None:
+        if self.multicast and not _has_pdl_and_multicast(self.arch):
+            raise ValueError(f"multicast: needs sm_90a or later, got arch {self.arch!r}; use multicast=False")
+
+
 @dataclass(frozen=True)
-class Variant:
+class Variant(_ForTarget):
     """What is fixed when a kernel is compiled.
 
     Attributes:
@@ -120,13 +136,7 @@ class Variant:
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name}: kernels exist for {allowed}, got {getattr(self, name)!r}")
-        if self.multicast and not _has_pdl_and_multicast(self.arch):
-            raise ValueError(f"multicast: needs sm_90a or later, got arch {self.arch!r}; use multicast=False")
-
-    @property
-    def pdl(self) -> bool:
-        """Whether it is to be launched with programmatic stream serialization."""
-        return _has_pdl_and_multicast(self.arch)
+        self._check_multicast()
 
     @property
     def name(self) -> str:
@@ -153,7 +163,7 @@ class Variant:
 
 
 @dataclass(frozen=True)
-class Kernel:
+class Kernel(_ForTarget):
     """A class with a ``@cute.kernel`` method ``kernel``, for one kind of workspace and one target.
 
     Attributes:
@@ -195,13 +205,7 @@ class Kernel:
         for field, allowed in (("format", tuple(FORMATS)), ("arch", ARCHS), ("owners", (1, self.tp))):
             if getattr(self, field) not in allowed:
                 raise ValueError(f"{field}: {self.class_name} can be for {allowed}, got {getattr(self, field)!r}")
-        if self.multicast and not _has_pdl_and_multicast(self.arch):
-            raise ValueError(f"multicast: needs sm_90a or later, got arch {self.arch!r}; use multicast=False")
-
-    @property
-    def pdl(self) -> bool:
-        """Whether it is to be launched with programmatic stream serialization."""
-        return _has_pdl_and_multicast(self.arch)
+        self._check_multicast()
 
     @property
     def name(self) -> str:
