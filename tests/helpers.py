@@ -7,7 +7,9 @@ import socket
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -19,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_twoshot
 from jax_twoshot import reference
+from jax_twoshot.workspace import Gpus
 
 DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.float32}
 
@@ -27,6 +30,14 @@ def cpu_mesh(*sizes: int, names: Sequence[str] = ("tp",), first: int = 0) -> Mes
     """A mesh of CPU devices, from device ``first`` on."""
     count = int(np.prod(sizes))
     return Mesh(np.array(jax.devices("cpu")[first : first + count]).reshape(sizes), names)
+
+
+@contextmanager
+def workspace_as_on_two_gpus() -> Iterator[jax_twoshot.Workspace]:
+    """A workspace on CPU that says what one on a mesh of two GPUs would: for lowering, without a GPU."""
+    with jax_twoshot.Workspace(cpu_mesh(2), "tp", rows=64, width=4096) as workspace:
+        workspace.handle = replace(workspace.handle, gpu=Gpus("sm_90a", False, 1, 132, 1 << 17))
+        yield workspace
 
 
 def on_ranks(f: Callable, mesh: Mesh, axes: Any = "tp") -> jax.stages.Wrapped:

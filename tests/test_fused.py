@@ -12,13 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import DTYPES, assert_bitwise, cpu_mesh, on_ranks
+from helpers import DTYPES, assert_bitwise, cpu_mesh, on_ranks, workspace_as_on_two_gpus
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import jax_twoshot
 from jax_twoshot import cubin, protocol, reference
-from jax_twoshot.workspace import Gpus
 
 EPS = 1e-5
 SPECIAL = [0.0, -0.0, 1e-45, -1e-40, 1e38, -3e38, np.inf, -np.inf, np.nan, 1.0, -1e-8]
@@ -286,9 +285,7 @@ class TestCuda:
 
     @pytest.fixture
     def workspace(self) -> Iterator[jax_twoshot.Workspace]:
-        """As on a mesh of two GPUs."""
-        with jax_twoshot.Workspace(cpu_mesh(2), "tp", rows=64, width=4096) as workspace:
-            workspace.handle = replace(workspace.handle, gpu=Gpus("sm_90a", False, 1, 132, 1 << 17))
+        with workspace_as_on_two_gpus() as workspace:
             yield workspace
 
     def lower(self, rows: int, width: int) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,13 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import DTYPES, assert_bitwise, cpu_mesh, integers, on_ranks
+from helpers import DTYPES, assert_bitwise, cpu_mesh, integers, on_ranks, workspace_as_on_two_gpus
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import jax_twoshot
 from jax_twoshot import cubin, protocol, reference
-from jax_twoshot.workspace import Gpus
 
 matmul = partial(jax_twoshot.matmul_all_reduce, axis_name="tp")
 UNIT = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
@@ -127,9 +125,7 @@ class TestErrors:
 class TestCuda:
     @pytest.fixture
     def workspace(self) -> Iterator[jax_twoshot.Workspace]:
-        """As on a mesh of two GPUs."""
-        with jax_twoshot.Workspace(cpu_mesh(2), "tp", rows=64, width=4096) as workspace:
-            workspace.handle = replace(workspace.handle, gpu=Gpus("sm_90a", False, 1, 132, 1 << 17))
+        with workspace_as_on_two_gpus() as workspace:
             yield workspace
 
     def lower(self, rows: int) -> str:
