@@ -266,7 +266,7 @@ std::optional<std::string> CudaWorkspace::Launch(int ordinal, CUstream stream, s
     int32_t elements = static_cast<int32_t>(size / itemsize);
     const CUresult launched =
         Launch(device, stream, kernel->second, Grid(round.chunks, ranks_on_device_, sm_count_, alone), kThreads, 0,
-               {&x_address, &out_address, &elements});
+               {&x_address, &out_address, &elements}, alone);
     if (launched != 0) return "launching the kernel: " + CudaDriver::Get().ErrorText(launched);
     if (counts) counts_->AddRounds(round.algorithm, 1);
   }
@@ -274,7 +274,7 @@ std::optional<std::string> CudaWorkspace::Launch(int ordinal, CUstream stream, s
 }
 
 CUresult CudaWorkspace::Launch(Device& device, CUstream stream, const Kernel& kernel, int64_t grid, int threads,
-                               int shared_memory, std::vector<void*> parameters) const {
+                               int shared_memory, std::vector<void*> parameters, bool alone) const {
   int32_t slot_chunks = static_cast<int32_t>(layout_.slot_chunks);
   int32_t rank = device.buffers.rank;
   uint64_t base = device.buffers.address;
@@ -283,8 +283,9 @@ CUresult CudaWorkspace::Launch(Device& device, CUstream stream, const Kernel& ke
   uint64_t status = reinterpret_cast<uint64_t>(device.status);
   int64_t timeout_ns = static_cast<int64_t>(DeadlineOf(timeout_seconds_).seconds * 1e9);
   int32_t generations = layout_.generations;
-  const std::initializer_list<void*> trailing{&slot_chunks, &rank,   &base,       &multicast,
-                                              &control,     &status, &timeout_ns, &generations};
+  int32_t overlap = alone || ranks_on_device_ == 1;
+  const std::initializer_list<void*> trailing{&slot_chunks, &rank,       &base,        &multicast, &control,
+                                              &status,      &timeout_ns, &generations, &overlap};
   parameters.insert(parameters.end(), trailing);
   for (uint64_t& peer : device.buffers.peers) parameters.push_back(&peer);
   CUlaunchAttribute attribute{};

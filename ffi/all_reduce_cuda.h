@@ -99,7 +99,7 @@ class CudaWorkspace {
   int64_t RoundsDone();
 
   // One launch a round of the message, on `stream` of device `ordinal`. An error text, or nothing. `asked` is nothing
-  // where each round is to take the algorithm that is faster for it; `alone` is Grid's.
+  // where each round is to take the algorithm that is faster for it; `alone` is Grid's, and lets launches overlap (R5).
   std::optional<std::string> Launch(int ordinal, CUstream stream, std::optional<Algorithm> asked,
                                     const std::string& format, const void* x, void* out, int64_t bytes, bool alone);
 
@@ -135,7 +135,7 @@ class CudaWorkspace {
   void Release(Device& device);
   // One launch on `device`: `parameters` and, after them, those that every kernel of a workspace gets.
   CUresult Launch(Device& device, CUstream stream, const Kernel& kernel, int64_t grid, int threads, int shared_memory,
-                  std::vector<void*> parameters) const;
+                  std::vector<void*> parameters, bool alone = false) const;
   std::string Describe(const Device& device, const StatusRecord& status, double seconds) const;
   std::string DescribeOversize(const Device& device, const StatusRecord& status) const;
 

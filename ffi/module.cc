@@ -43,6 +43,7 @@ nb::dict ProtocolConstants() {
   constants["GENERATIONS"] = jax_twoshot::kGenerations;
   constants["THREADS"] = jax_twoshot::kThreads;
   constants["CTAS_PER_SM"] = jax_twoshot::kCtasPerSm;
+  constants["CHUNKS_AT_ONCE"] = jax_twoshot::kChunksAtOnce;
   constants["GRIDS_IN_FLIGHT"] = jax_twoshot::kGridsInFlight;
   constants["OWN_GPU_SHARE"] = nb::make_tuple(jax_twoshot::kOwnGpuShare[0], jax_twoshot::kOwnGpuShare[1]);
   constants["NORM_THREADS"] = jax_twoshot::kNormThreads;

@@ -18,6 +18,7 @@ inline constexpr int kMaxRanks = 64;
 inline constexpr int kGenerations = 2;
 inline constexpr int kThreads = 128;
 inline constexpr int kCtasPerSm = 6;
+inline constexpr int kChunksAtOnce = 2;
 inline constexpr int kGridsInFlight = 2;
 inline constexpr std::array<int, 2> kOwnGpuShare{2, 3};
 
@@ -95,13 +96,15 @@ inline constexpr RoundPlan NextRound(const Layout& layout, int64_t left, std::op
 inline constexpr int64_t MostCtas(int ranks_on_device, int sm_count, int ctas_per_sm, bool alone = false) {
   const int64_t resident = static_cast<int64_t>(sm_count) * ctas_per_sm;
   if (ranks_on_device == 1) return resident * kOwnGpuShare[0] / kOwnGpuShare[1];
-  return (alone ? resident : sm_count - 1) / (kGridsInFlight * ranks_on_device);
+  return alone ? resident / (kGridsInFlight * ranks_on_device) : (sm_count - 1) / ranks_on_device;
 }
 
-// CTAs of one launch of the all-reduce.
+// CTAs of one launch of the all-reduce: as many batches for every thread.
 inline constexpr int64_t Grid(int64_t chunks, int ranks_on_device, int sm_count, bool alone) {
-  const int64_t most = MostCtas(ranks_on_device, sm_count, kCtasPerSm, alone);
-  return std::max<int64_t>(1, std::min(CeilDiv(chunks, kThreads), most));
+  const int64_t most = std::max<int64_t>(1, MostCtas(ranks_on_device, sm_count, kCtasPerSm, alone));
+  int64_t each = std::max<int64_t>(1, CeilDiv(chunks, most * kThreads));
+  if (each > 1) each = CeilDiv(each, kChunksAtOnce) * kChunksAtOnce;
+  return std::max<int64_t>(1, CeilDiv(chunks, each * kThreads));
 }
 
 }  // namespace jax_twoshot

@@ -316,19 +316,6 @@ def no_workspace(what: str, dtype: Any) -> ValueError:
     )
 
 
-MOST_RANKS_FUSED = 2
-"""On CUDA: with 4 and 8 ranks that shared an H200, calls of `all_reduce_rms_norm` hung, and the cause is not known."""
-
-
-def check_fused_ranks(what: str, tp: int) -> None:
-    """Refuses what has not been seen to work on GPUs; ``what`` names the call and its axes."""
-    if tp > MOST_RANKS_FUSED:
-        raise NotImplementedError(
-            f"{what}: on CUDA it is for at most {MOST_RANKS_FUSED} ranks so far, got {tp}; use jax_twoshot.all_reduce "
-            "and XLA's own for the rest"
-        )
-
-
 def rows_in_a_round(what: str, workspace: workspace.Handle, width: int, fmt: protocol.Format) -> int:
     """Most rows of whole chunks that one launch can carry.
 

@@ -197,7 +197,6 @@ def _lower_cpu(ctx, x, residual, weight, rank, group, *, axes, tp, workspace, ty
 
 def _lower_cuda(ctx, x, residual, weight, rank, group, **params):
     what = f"jax_twoshot.{_NAME} over {axes_text(params['axes'])}"
-    _api.check_fused_ranks(what, params["tp"])
     aval, workspace = ctx.avals_in[0], params["workspace"]
     if workspace is None or workspace.gpu is None:
         raise _api.no_workspace(what, aval.dtype)

@@ -147,7 +147,6 @@ batching.primitive_batchers[matmul_all_reduce_p] = _batch
 
 def _lower_cuda(ctx, a, w, rank, group, **params):
     what = f"jax_twoshot.{_NAME} over {axes_text(params['axes'])}"
-    _api.check_fused_ranks(what, params["tp"])
     (shape, dtype), (depth, width) = (ctx.avals_in[0].shape, ctx.avals_in[0].dtype), ctx.avals_in[1].shape
     workspace, fmt = params["workspace"], protocol.FORMATS[dtype.name]
     if workspace is None or workspace.gpu is None:

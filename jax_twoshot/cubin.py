@@ -39,12 +39,14 @@ import filelock
 from jax_twoshot import _settings
 from jax_twoshot.protocol import (
     ALGORITHMS,
+    CTAS_PER_SM,
     FORMATS,
     MATMUL_FORMATS,
     MATMUL_ROW_TILES,
     MATMUL_THREADS,
     NORM_MAX_BLOCKS,
     NORM_THREADS,
+    THREADS,
 )
 
 if TYPE_CHECKING:
@@ -150,12 +152,19 @@ class Variant(_ForTarget):
 
     def compile(self) -> Compiled:
         """Compiles it, without looking anywhere."""
-        from jax_twoshot.kernels.all_reduce import AllReduce, compile_kernel
+        from jax_twoshot.kernels import build, launch
+        from jax_twoshot.kernels.all_reduce import AllReduce
 
-        kernel = AllReduce(
-            self.tp, FORMATS[self.format], algorithm=self.algorithm, multicast=self.multicast, pdl=self.pdl
+        arguments = launch.Arguments.example(
+            tp=self.tp,
+            format=FORMATS[self.format],
+            owners=self.tp,
+            multicasts=self.multicast,
+            deferred=False,
+            pdl=self.pdl,
         )
-        return compile_kernel(kernel, self.arch)
+        bounds = build.Bounds(THREADS, CTAS_PER_SM, shared_memory=0)
+        return build.compile_method(AllReduce(algorithm=self.algorithm), 2, 1, arguments, bounds, self.arch)
 
     def how_to_compile(self, folder: Path | str) -> str:
         """What puts it into ``folder``."""

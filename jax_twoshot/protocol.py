@@ -305,28 +305,31 @@ THREADS = 128
 CTAS_PER_SM = 6
 """CTAs that may be resident on one SM: the kernels are compiled to at most 65536 / (128 * 6) = 85 registers."""
 GRIDS_IN_FLIGHT = 2
-"""With programmatic dependent launch the next grid of a rank is resident before the last one has left. It begins only
+"""Where a launch overlaps the next one of its rank: that one is resident before the last one has left. It begins only
 when all CTAs of the last one have, so it is in the way of other ranks on the GPU alone."""
 OWN_GPU_SHARE = (2, 3)
 """Part of its GPU that a rank which has it to itself may fill with CTAs that wait: what else runs there, and may itself
 wait for a peer, needs a place too. A thread for each chunk of 64 rows of 7168 BF16 takes 448 of an H200's 792 CTAs."""
+CHUNKS_AT_ONCE = 2
+"""Chunks that a thread which has several takes in one go."""
 
 
 def most_ctas(ranks_on_device: int, sm_count: int, ctas_per_sm: int, alone: bool = False) -> int:
     """Most CTAs of one launch (R5): a pure function of its arguments, equal on every rank, and so few that all grids in
     flight of all ranks that share the GPU are resident at once.
 
-    Where ranks share a GPU they also leave one SM free (a CTA goes to the emptiest SM). A rank that comes late may have
-    a kernel of any size to run before its call, and finds no place beside CTAs that wait for it: seen as hangs of 4 and
-    of 8 ranks, one for want of registers, one for want of shared memory. It is not all: through JAX 0.11 ranks that
-    share a GPU can still hang where XLA has large kernels between the calls (``docs/benchmarks.md``). The suspicion is
-    that XLA launches those programmatically too: they are resident while ours waits, and count nowhere here.
+    Ranks that share a GPU leave one SM free (a CTA goes to the emptiest SM): a rank that comes late may have a kernel
+    of any size to run before its call, and finds no place beside CTAs that wait for it. Seen as hangs of 4 and of 8
+    ranks, one for want of registers, one for want of shared memory. Nor may their launches overlap the next one: XLA
+    launches its own kernels programmatically too (since JAX 0.11), and their CTAs, resident while they wait for ours,
+    are more than anything here could count. Seen as hangs of 4 ranks from 16 rows on and of 8 from 8 rows on, which
+    ``XLA_FLAGS=--xla_gpu_enable_pdl=false`` ended, and so did this.
 
     Args:
       ranks_on_device: ranks that share one GPU (1 unless several processes use one GPU).
       sm_count: multiprocessors of the GPU; on unequal GPUs, the least of the mesh.
       ctas_per_sm: CTAs of the kernel that fit one SM.
-      alone: the ranks run nothing but such launches, as a benchmark may: no SM is left free.
+      alone: the ranks run nothing but such launches, as a benchmark may: they overlap, and no SM is left free.
 
     Raises:
       ValueError: not even one CTA a rank is sure to be resident.
@@ -335,16 +338,21 @@ def most_ctas(ranks_on_device: int, sm_count: int, ctas_per_sm: int, alone: bool
     if ranks_on_device == 1:
         most = resident * OWN_GPU_SHARE[0] // OWN_GPU_SHARE[1]
     else:
-        most = (resident if alone else sm_count - 1) // (GRIDS_IN_FLIGHT * ranks_on_device)
+        most = resident // (GRIDS_IN_FLIGHT * ranks_on_device) if alone else (sm_count - 1) // ranks_on_device
     if most < 1:
         raise ValueError(
             f"ranks_on_device: {ranks_on_device} ranks cannot wait for each other on one GPU of {sm_count} SMs; "
-            f"at most {(sm_count - 1) // GRIDS_IN_FLIGHT} can"
+            f"at most {sm_count - 1} can"
         )
     return most
 
 
 def grid(chunks: int, ranks_on_device: int, sm_count: int, alone: bool = False) -> int:
     """CTAs of one launch of the all-reduce: a thread for each of the round's ``chunks``, as far as `most_ctas` allows,
-    whose other arguments and errors these are."""
-    return max(1, min(ceil_div(chunks, THREADS), most_ctas(ranks_on_device, sm_count, CTAS_PER_SM, alone)))
+    whose other arguments and errors these are; beyond that, as many batches for every thread: one that has none left
+    polls, and takes L2 from the others."""
+    most = most_ctas(ranks_on_device, sm_count, CTAS_PER_SM, alone)
+    each = max(1, ceil_div(chunks, most * THREADS))
+    if each > 1:
+        each = ceil_div(each, CHUNKS_AT_ONCE) * CHUNKS_AT_ONCE
+    return max(1, ceil_div(chunks, each * THREADS))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-import inspect
 import re
 import subprocess
 import sys
 from dataclasses import dataclass
+from unittest import mock
 
 import pytest
 
@@ -26,6 +27,7 @@ PARAMETERS = {
     "status": 8,
     "timeout_ns": 8,
     "generations": 4,
+    "overlap": 4,
 }
 """Names and bytes: what ``ffi/all_reduce_cuda.cc`` packs, in front of every rank's address."""
 
@@ -74,11 +76,9 @@ class Code:
 
     @classmethod
     def of(cls, variant: Variant) -> Code:
-        from jax_twoshot.kernels import all_reduce
-
-        pushed = all_reduce.AT_ONCE
-        summed = max(1, min(all_reduce.AT_ONCE, 8 // variant.tp))
-        collected = 0 if one_shot(variant) else 1 + all_reduce.AT_ONCE
+        pushed = protocol.CHUNKS_AT_ONCE
+        summed = max(1, min(protocol.CHUNKS_AT_ONCE, 8 // variant.tp))
+        collected = 0 if one_shot(variant) else 1 + protocol.CHUNKS_AT_ONCE
         keeps_own = not (one_shot(variant) and variant.multicast)
         handed_on = one_shot(variant) or not variant.multicast
         return cls(
@@ -95,16 +95,7 @@ class Code:
 @functools.cache
 def compiled(variant: Variant):
     """The compiler's output. Without a compiler these tests fail: the extra "test" installs it."""
-    from jax_twoshot.kernels.all_reduce import AllReduce, compile_kernel
-
-    kernel = AllReduce(
-        variant.tp,
-        protocol.FORMATS[variant.format],
-        algorithm=variant.algorithm,
-        multicast=variant.multicast,
-        pdl=variant.pdl,
-    )
-    return compile_kernel(kernel, variant.arch)
+    return variant.compile()
 
 
 def count(variant: Variant, instruction: str) -> int:
@@ -221,17 +212,13 @@ def test_programmatic_launch_is_for_hopper_and_later():
     assert [arch for arch in cubin.ARCHS if not Variant(2, "bfloat16", False, arch).pdl] == ["sm_80", "sm_89"]
 
 
-def test_signature_and_docstring_state_the_parameters():
-    from jax_twoshot.kernels import all_reduce
+def test_docstrings_state_the_parameters():
+    from jax_twoshot.kernels import all_reduce, launch
 
-    expected = PARAMETERS | {"peers": 8}
-    stated = re.findall(r"^    (\w+) +int(32|64) ", all_reduce.__doc__, re.MULTILINE)
-    assert {name: int(bits) // 8 for name, bits in stated} == expected
-    for function in (all_reduce.AllReduce.kernel, all_reduce.AllReduce.__call__):
-        annotations = inspect.get_annotations(inspect.unwrap(function))
-        assert annotations.pop("return") == "None"
-        assert annotations.pop("peers") == "list[Int64]"
-        assert {name: int(kind[3:]) // 8 for name, kind in annotations.items()} == PARAMETERS
+    own = re.findall(r"^    (\w+) +int(32|64) ", all_reduce.__doc__, re.MULTILINE)
+    trailing = re.findall(r"^      (\w+): Int(32|64)\b", launch.Arguments.__doc__, re.MULTILINE)
+    stated = {name: int(bits) // 8 for name, bits in [*own, *trailing]}
+    assert list(stated.items()) == list((PARAMETERS | {"peers": 8}).items())
 
 
 def test_compiling_twice_gives_the_same_bytes():
@@ -243,12 +230,9 @@ def test_compiling_twice_gives_the_same_bytes():
 
 def test_other_programmatic_choices_are_kernels_too():
     """Hopper without programmatic launch: for a profile, or to look for a race."""
-    from jax_twoshot.kernels.all_reduce import AllReduce, compile_kernel
-
-    kernel = AllReduce(
-        2, protocol.FORMATS["bfloat16"], algorithm="two_shot", multicast=False, pdl=False
-    )
-    assert "griddepcontrol" not in compile_kernel(kernel, "sm_90a").ptx
+    variant = dataclasses.replace(VARIANTS[0], arch="sm_90a")
+    with mock.patch.object(type(variant), "pdl", False):
+        assert "griddepcontrol" not in variant.compile().ptx
 
 
 def test_only_the_kernels_import_the_compiler():

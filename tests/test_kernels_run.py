@@ -62,7 +62,7 @@ class Group:
             out = x if len(self.calls) % 2 else out
             self.memory.data[out : out + 2 * elements + 16] = struct.pack("<H", GUARD) * (elements + 8)
             self.memory.data[x : x + 2 * elements] = parts[rank].tobytes()
-            mine = (self.memory.multicast, self.control[rank], self.status[rank], 0, self.layout.generations)
+            mine = (self.memory.multicast, self.control[rank], self.status[rank], 0, self.layout.generations, 1)
             values = [x, out, elements, self.layout.slot_chunks, rank, self.bases[rank], *mine, *self.bases]
             self.streams[rank].append(Launch(self.kernels[algorithm], values, ctas))
             outs.append(out)

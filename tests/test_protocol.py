@@ -220,9 +220,10 @@ class TestGrid:
     @given(chunk_counts, st.integers(1, 64), st.integers(1, 200), st.booleans())
     def test_bounded_and_pure(self, chunks: int, sharing: int, sms: int, alone: bool) -> None:
         """All grids in flight of all ranks on the GPU are resident at once; same arguments, same answer."""
-        in_flight = protocol.GRIDS_IN_FLIGHT * sharing if sharing > 1 else 1
         # Ranks that share a GPU leave an SM free, unless they are alone there: CTAs go to the emptiest SM.
-        room = sms - 1 if sharing > 1 and not alone else sms * protocol.CTAS_PER_SM
+        waiting = sms * protocol.CTAS_PER_SM
+        room = sms - 1 if sharing > 1 and not alone else waiting
+        in_flight = sharing * (protocol.GRIDS_IN_FLIGHT if sharing > 1 and alone else 1)
         if in_flight > room:
             with pytest.raises(ValueError, match=rf"ranks_on_device: {sharing} ranks .*{sms} SMs"):
                 protocol.grid(chunks, sharing, sms, alone)
@@ -235,17 +236,26 @@ class TestGrid:
 
     def test_a_peer_finds_an_sm_to_run_on(self) -> None:
         """The hangs that were seen: with 99 CTAs of 4 ranks, or 45 of 8, no SM had room for a peer's kernel."""
-        assert protocol.grid(16 * 896, 4, 132) == 16
-        assert protocol.grid(16 * 360, 8, 132) == 8
+        assert protocol.grid(16 * 896, 4, 132) == 28
+        assert protocol.grid(16 * 360, 8, 132) == 15
         assert protocol.grid(16 * 896, 1, 132) == 112
         assert protocol.grid(64 * 896, 1, 132) == 448
-        assert protocol.grid(128 * 896, 1, 132) == 528, "a third of the GPU stays free"
-        assert protocol.grid(64 * 896, 8, 132, alone=True) == 49
+        assert protocol.most_ctas(1, 132, protocol.CTAS_PER_SM) == 528, "a third of the GPU stays free"
+        assert protocol.grid(64 * 896, 8, 132, alone=True) == 45
 
-    @given(chunk_counts, chunk_counts, st.integers(1, 16), st.integers(40, 200))
-    def test_more_chunks_never_fewer_ctas(self, a: int, b: int, sharing: int, sms: int) -> None:
-        small, large = sorted((a, b))
-        assert protocol.grid(small, sharing, sms) <= protocol.grid(large, sharing, sms)
+    @given(chunk_counts, st.integers(1, 16), st.integers(40, 200))
+    def test_as_many_batches_for_every_thread(self, chunks: int, sharing: int, sms: int) -> None:
+        """No thread has more batches than it must have, and no CTA could be left out."""
+
+        def batches(threads: int) -> int:
+            each = protocol.ceil_div(chunks, threads)
+            return each if each < 2 else protocol.ceil_div(each, protocol.CHUNKS_AT_ONCE) * protocol.CHUNKS_AT_ONCE
+
+        fewest = batches(protocol.most_ctas(sharing, sms, protocol.CTAS_PER_SM) * protocol.THREADS)
+        threads = protocol.grid(chunks, sharing, sms) * protocol.THREADS
+        assert batches(threads) == fewest
+        if threads > protocol.THREADS:
+            assert batches(threads - protocol.THREADS) > fewest
 
     def test_ignores_the_environment(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Eight ranks whose machines differ in everything undeclared launch the same grid."""

@@ -5,15 +5,7 @@ The parameters of a launch, in this order, and nothing else (``ffi/all_reduce_cu
     x            int64   address of the round's first operand element, 16-byte aligned
     out          int64   the same for the result; may be x
     elements     int32   elements of the round, at most 2^31 - 8; the last chunk may be partial
-    slot_chunks  int32   capacity of a slot
-    rank         int32   this rank
-    base         int64   address of this rank's allocation (`protocol.Layout`)
-    multicast    int64   multicast address of the allocations; not read without `AllReduce.multicast`
-    control      int64   address of the control block, 16-byte aligned, zero in a new workspace
-    status       int64   address of the status record in pinned host memory
-    timeout_ns   int64   a wait that lasts longer fails, at most 2^62; 0: none does
-    generations  int32   P
-    peers        int64   TP of them: address of every rank's allocation, as this rank reaches it
+    arguments            `launch.Arguments`
 
     control  uint32[4]   epoch     generation of the next call, 0 to P - 1: a count that wrapped at 2^32 would
                                    use one generation twice in a row where P = 3
@@ -66,8 +58,14 @@ tables; what is within a few percent of each other is the same).
   slower.
 - A GPU of one's own: 448 CTAs, one chunk a thread, instead of 396 (`protocol.OWN_GPU_SHARE`): 4.47 instead of 4.71,
   one shot of 64 rows over NVLink.
-- As many chunks for every thread: 3.37 instead of 3.86 at TP 4 and 16 rows, where a few threads have two, and 3.81
-  instead of 4.14 at TP 8 and 8 rows, but 5.43 instead of 4.85 at TP 8 and 16 rows. Not done.
+- As many batches for every thread (`protocol.grid`), ranks under MPS, two shots: at TP 8 and 8 / 16 / 32 rows 6.3 / 7.5
+  / 10.5 instead of 8.5 / 9.1 / 11.4, at TP 4 and 16 / 32 rows 4.9 / 6.25 instead of 5.6 / 6.5; one shot of 16 rows at
+  TP 4 4.07 instead of 4.95. With an odd number of chunks a thread, half of whose last batch is empty, 16 rows at TP 8
+  took 8.8. A third of the threads instead of half of them: 5.7 at TP 4 and 32 rows, but 18.7 instead of 16.5 at TP 8
+  and 64. Threads that have nothing left poll, and what they poll is the L2 that the others need.
+- The next launch let start at the end, behind a barrier, or not at all, which let a grid be twice as large: equal, and
+  0.45 to 0.5 us a call slower than as soon as the launch has begun (1.78 and 2.25 at one row of TP 4). Ranks that share
+  a GPU with other kernels have to (`protocol.most_ctas`).
 - The next launch let start after the push (with batches of 4): up to 15 % faster at TP 2, up to 13 % slower at TP 4
   and 8.
 - 4 instead of 6 CTAs an SM, which frees registers for batches of 4: one shot of 64 rows at TP 2 3.06 instead of
@@ -85,367 +83,230 @@ tables; what is within a few percent of each other is the same).
 
 from __future__ import annotations
 
-import inspect
-import shlex
-import tempfile
 from dataclasses import dataclass
-from pathlib import Path
 
 from cutlass import Boolean, Int32, Int64, Uint32, const_expr, cute, range_constexpr
 
-from jax_twoshot.kernels import memory, oneshot, twoshot
-from jax_twoshot.kernels.build import Compiled
-from jax_twoshot.kernels.launch import FOREVER_NS, advance_epoch, count_cta
+from jax_twoshot.kernels import launch, memory, oneshot, twoshot
+from jax_twoshot.kernels.launch import Arguments, Call
 from jax_twoshot.kernels.memory import Chunk
-from jax_twoshot.kernels.twoshot import Buffers, Watch
-from jax_twoshot.protocol import ALGORITHMS, CHUNK_BYTES, CTAS_PER_SM, THREADS, Format, owned_chunks
-
-AT_ONCE = 2
-"""Chunks that a thread which has several takes in one go."""
+from jax_twoshot.protocol import ALGORITHMS, CHUNK_BYTES, CHUNKS_AT_ONCE, THREADS, Format, owned_chunks
 
 
 @dataclass(frozen=True)
 class Launch:
-    """The parameters of a launch, and which thread of it this is.
+    """The parameters of a launch, those of the module's docstring, and which thread of it this is.
 
     Attributes:
       thread: Int32, number of this thread in the grid.
       threads: Int32, of the grid.
       chunks: Int32, of the round.
-      The others are those of the module's docstring.
+      one_shot: at compile time, every rank sums every chunk.
     """
 
     x: Int64
     out: Int64
     elements: Int32
-    slot_chunks: Int32
-    rank: Int32
-    base: Int64
-    multicast: Int64
-    control: Int64
-    status: Int64
-    timeout_ns: Int64
-    generations: Int32
-    peers: list[Int64]
+    arguments: Arguments
     thread: Int32
     threads: Int32
     chunks: Int32
+    one_shot: bool
+
+    @property
+    def format(self) -> Format:
+        return self.arguments.format
+
+    @property
+    def keeps_own(self) -> bool:
+        """A rank's own part stays in registers (`Buffers.keeps_own`)."""
+        return not (self.one_shot and self.arguments.multicasts)
+
+    @property
+    def keeps_sums(self) -> bool:
+        """Who sums a chunk hands its sum on itself: it is not collected from this rank's gather."""
+        return not self.one_shot and not self.arguments.multicasts
+
+    @property
+    def sums_at_once(self) -> int:
+        """Chunks that a thread sums in one go."""
+        return max(1, min(CHUNKS_AT_ONCE, twoshot.SLOTS_AT_ONCE // self.arguments.tp))
 
     def every(self, first: Int32, size: int) -> list[Int32]:
         """Numbers that one thread takes at once: ``first`` and those that follow it in this thread."""
         return [first + number * self.threads for number in range(size)]
 
 
-@dataclass(frozen=True)
-class Call:
-    """What a launch knows once the control block has been read.
-
-    Attributes:
-      buffers: of the call's generation.
-      watch: what ends its waits.
-      alive: Boolean, the workspace has not failed.
-      state, epoch: Uint32, as the control block had them.
-    """
-
-    buffers: Buffers
-    watch: Watch
-    alive: Boolean
-    state: Uint32
-    epoch: Uint32
-
-
 class AllReduce:
-    """The kernel for one choice of what is known at compile time.
+    """The kernel of one of `protocol.ALGORITHMS`; a launch has blocks of `protocol.THREADS`."""
 
-    Attributes:
-      tp: ranks in the group.
-      format: element type.
-      algorithm: one of `protocol.ALGORITHMS`.
-      multicast: store what all ranks get once through the multicast address, else once to each peer.
-      pdl: overlap the start of a launch with the end of the launch before it (sm_90 and later).
-    """
+    symbol = "jax_twoshot_all_reduce"
 
-    def __init__(self, tp: int, format: Format, *, algorithm: str, multicast: bool, pdl: bool) -> None:
+    def __init__(self, *, algorithm: str) -> None:
         assert algorithm in ALGORITHMS
-        self.tp, self.format, self.multicast, self.pdl = tp, format, multicast, pdl
         self.one_shot = algorithm == "one_shot"
-        self.keeps_own = not (self.one_shot and multicast)
-        self.keeps_sums = not self.one_shot and not multicast
-        self.sums_at_once = max(1, min(AT_ONCE, twoshot.SLOTS_AT_ONCE // tp))
         self.aim = oneshot.aim if self.one_shot else twoshot.aim
         self.push = oneshot.push if self.one_shot else twoshot.push
 
     @cute.kernel
-    def kernel(
-        self,
-        x: Int64,
-        out: Int64,
-        elements: Int32,
-        slot_chunks: Int32,
-        rank: Int32,
-        base: Int64,
-        multicast: Int64,
-        control: Int64,
-        status: Int64,
-        timeout_ns: Int64,
-        generations: Int32,
-        peers: list[Int64],
-    ) -> None:
+    def kernel(self, x: Int64, out: Int64, elements: Int32, arguments: Arguments) -> None:
         """The whole of a launch, in one thread of it; the parameters are those of the module's docstring."""
-        launch = Launch(
+        run = Launch(
             x,
             out,
             elements,
-            slot_chunks,
-            rank,
-            base,
-            multicast,
-            control,
-            status,
-            timeout_ns,
-            generations,
-            peers,
+            arguments,
+            one_shot=self.one_shot,
             thread=cute.arch.block_idx()[0] * THREADS + cute.arch.thread_idx()[0],
             threads=cute.arch.grid_dim()[0] * THREADS,
-            chunks=Int32(self.format.chunks(Uint32(elements))),
+            chunks=Int32(arguments.format.chunks(Uint32(elements))),
         )
-        if const_expr(self.pdl):
-            memory.wait_for_stream()
-            memory.let_next_launch_start()
-        if launch.chunks <= launch.threads:
-            self.one_each(launch)
+        launch.wait_for_predecessor(arguments)
+        if run.chunks <= run.threads:
+            self.one_each(run)
         else:
-            self.several_each(launch)
+            self.several_each(run)
 
     @cute.jit
-    def one_each(self, launch: Launch) -> None:
+    def one_each(self, run: Launch) -> None:
         """At most one chunk a thread: its rank's part of it is in registers all the time."""
-        chunk, inside = launch.thread, launch.thread < launch.chunks
-        words = self.load(launch, [chunk])
-        call = self.begin(launch)
+        chunk, inside = run.thread, run.thread < run.chunks
+        words = self.load(run, [chunk])
+        call = launch.begin_round(run.arguments, run.chunks, keeps_own=run.keeps_own)
         buffers = call.buffers
         owner, index = twoshot.owner_of(buffers, chunk)
-        own = Boolean(True) if self.one_shot else owner == Uint32(launch.rank)
+        own = Boolean(True) if self.one_shot else owner == Uint32(run.arguments.rank)
         pushed = inside & call.alive if self.one_shot else inside & call.alive & ~own
         self.push(buffers, self.aim(buffers, chunk), words[0], pushed)
-        self.settle(launch, call)
-        before = count_cta(launch.control)
+        launch.settle(call)
+        before = launch.arrive(call)
         if inside & own:
             if const_expr(self.one_shot):
                 sums = oneshot.reduce_many(buffers, [chunk], [call.alive], words, call.watch)
             else:
                 sums = twoshot.reduce_many(buffers, [Int32(index)], [call.alive], words, call.watch)
-            if const_expr(self.one_shot or self.keeps_sums):
-                self.store(launch, [chunk], [inside], sums)
+            if const_expr(self.one_shot or run.keeps_sums):
+                self.store(run, [chunk], [inside], sums)
         if const_expr(not self.one_shot):
-            left = inside & ~own if self.keeps_sums else inside
+            left = inside & ~own if run.keeps_sums else inside
             if left:
-                self.store(launch, [chunk], [inside], twoshot.collect_many(buffers, [chunk], [call.alive], call.watch))
-        advance_epoch(launch.control, before, call.epoch, call.watch.calls, Uint32(launch.generations))
+                self.store(run, [chunk], [inside], twoshot.collect_many(buffers, [chunk], [call.alive], call.watch))
+        launch.advance(call, before)
 
     @cute.jit
-    def several_each(self, launch: Launch) -> None:
-        """Several chunks a thread, ``AT_ONCE`` of them in flight together."""
-        owned = owned_chunks(Uint32(launch.chunks), self.tp)
-        start = Int32(cute.min(Uint32(launch.rank) * owned, Uint32(launch.chunks)))
-        mine = cute.min(Int32(owned), launch.chunks - start)
-        others = launch.chunks if self.one_shot else launch.chunks - mine
+    def several_each(self, run: Launch) -> None:
+        """Several chunks a thread, ``CHUNKS_AT_ONCE`` of them in flight together."""
+        owned = owned_chunks(Uint32(run.chunks), run.arguments.tp)
+        start = Int32(cute.min(Uint32(run.arguments.rank) * owned, Uint32(run.chunks)))
+        mine = cute.min(Int32(owned), run.chunks - start)
+        others = run.chunks if self.one_shot else run.chunks - mine
         behind = Int32(0) if self.one_shot else start + mine
 
         # In the loop the compiler would let the first load wait for the epoch.
-        first = launch.thread
-        chunks = self.around(launch, behind, first, AT_ONCE)
-        words = self.load(launch, chunks)
-        call = self.begin(launch)
+        first = run.thread
+        chunks = self.around(run, behind, first, CHUNKS_AT_ONCE)
+        words = self.load(run, chunks)
+        call = launch.begin_round(run.arguments, run.chunks, keeps_own=run.keeps_own)
         while first < others:
-            wanted = [(number < others) & call.alive for number in launch.every(first, AT_ONCE)]
-            for i in range_constexpr(AT_ONCE):
+            wanted = [(number < others) & call.alive for number in run.every(first, CHUNKS_AT_ONCE)]
+            for i in range_constexpr(CHUNKS_AT_ONCE):
                 self.push(call.buffers, self.aim(call.buffers, chunks[i]), words[i], wanted[i])
-            first += AT_ONCE * launch.threads
-            chunks = self.around(launch, behind, first, AT_ONCE)
-            words = self.load(launch, chunks)
-        self.settle(launch, call)
-        first = launch.thread
+            first += CHUNKS_AT_ONCE * run.threads
+            chunks = self.around(run, behind, first, CHUNKS_AT_ONCE)
+            words = self.load(run, chunks)
+        launch.settle(call)
+        first = run.thread
         if const_expr(self.one_shot):
-            before = count_cta(launch.control)
+            before = launch.arrive(call)
             while first < others:
-                self.reduce_every(launch, call, first)
-                first += self.sums_at_once * launch.threads
+                self.reduce_every(run, call, first)
+                first += run.sums_at_once * run.threads
         else:
             while first < mine:
-                self.reduce_own(launch, call, start, mine, first)
-                first += self.sums_at_once * launch.threads
-            before = count_cta(launch.control)
-            first = launch.thread
-            left = others if self.keeps_sums else launch.chunks
+                self.reduce_own(run, call, start, mine, first)
+                first += run.sums_at_once * run.threads
+            before = launch.arrive(call)
+            first = run.thread
+            left = others if run.keeps_sums else run.chunks
             while first < left:
-                self.collect(launch, call, behind, left, first)
-                first += AT_ONCE * launch.threads
-        advance_epoch(launch.control, before, call.epoch, call.watch.calls, Uint32(launch.generations))
+                self.collect(run, call, behind, left, first)
+                first += CHUNKS_AT_ONCE * run.threads
+        launch.advance(call, before)
 
-    def around(self, launch: Launch, behind: Int32, first: Int32, size: int) -> list[Int32]:
+    def around(self, run: Launch, behind: Int32, first: Int32, size: int) -> list[Int32]:
         """Chunks by their numbers, which start behind what this rank owns: no owner gets all ranks' pushes at once."""
-        chunks = [behind + number for number in launch.every(first, size)]
-        return [chunk - Int32(chunk >= launch.chunks) * launch.chunks for chunk in chunks]
+        chunks = [behind + number for number in run.every(first, size)]
+        return [chunk - Int32(chunk >= run.chunks) * run.chunks for chunk in chunks]
 
     @cute.jit
-    def reduce_own(self, launch: Launch, call: Call, start: Int32, mine: Int32, first: Int32) -> None:
+    def reduce_own(self, run: Launch, call: Call, start: Int32, mine: Int32, first: Int32) -> None:
         """Sums this thread's next chunks of those that the rank owns."""
-        indices = launch.every(first, self.sums_at_once)
+        indices = run.every(first, run.sums_at_once)
         inside = [index < mine for index in indices]
         chunks = [start + index for index in indices]
         wanted = [there & call.alive for there in inside]
-        sums = twoshot.reduce_many(call.buffers, indices, wanted, self.load(launch, chunks), call.watch)
-        if const_expr(self.keeps_sums):
-            self.store(launch, chunks, inside, sums)
+        sums = twoshot.reduce_many(call.buffers, indices, wanted, self.load(run, chunks), call.watch)
+        if const_expr(run.keeps_sums):
+            self.store(run, chunks, inside, sums)
 
     @cute.jit
-    def reduce_every(self, launch: Launch, call: Call, first: Int32) -> None:
+    def reduce_every(self, run: Launch, call: Call, first: Int32) -> None:
         """Sums this thread's next chunks of the round."""
-        chunks = launch.every(first, self.sums_at_once)
-        inside = [chunk < launch.chunks for chunk in chunks]
+        chunks = run.every(first, run.sums_at_once)
+        inside = [chunk < run.chunks for chunk in chunks]
         wanted = [there & call.alive for there in inside]
-        own = self.load(launch, chunks) if self.keeps_own else [(Uint32(0),) * 4 for _ in chunks]
-        self.store(launch, chunks, inside, oneshot.reduce_many(call.buffers, chunks, wanted, own, call.watch))
+        own = self.load(run, chunks) if run.keeps_own else [(Uint32(0),) * 4 for _ in chunks]
+        self.store(run, chunks, inside, oneshot.reduce_many(call.buffers, chunks, wanted, own, call.watch))
 
     @cute.jit
-    def collect(self, launch: Launch, call: Call, behind: Int32, end: Int32, first: Int32) -> None:
+    def collect(self, run: Launch, call: Call, behind: Int32, end: Int32, first: Int32) -> None:
         """Hands on this thread's next sums."""
-        chunks = self.around(launch, behind, first, AT_ONCE)
-        inside = [number < end for number in launch.every(first, AT_ONCE)]
+        chunks = self.around(run, behind, first, CHUNKS_AT_ONCE)
+        inside = [number < end for number in run.every(first, CHUNKS_AT_ONCE)]
         wanted = [there & call.alive for there in inside]
-        self.store(launch, chunks, inside, twoshot.collect_many(call.buffers, chunks, wanted, call.watch))
-
-    # ---- The control block --------------------------------------------------------------------------------
-
-    @cute.jit
-    def begin(self, launch: Launch) -> Call:
-        """Reads the control block. What is asked of memory before it is in flight meanwhile."""
-        epoch, _, state, calls = memory.load_control(launch.control)
-        timeout_ns = twoshot.select(launch.timeout_ns == 0, Int64(FOREVER_NS), launch.timeout_ns)
-        buffers = Buffers(
-            tp=self.tp,
-            slot_chunks=Int64(launch.slot_chunks),
-            generations=Int64(launch.generations),
-            format=self.format,
-            generation=Int64(epoch),
-            rank=Int64(launch.rank),
-            owned=Int64(owned_chunks(Uint32(launch.chunks), self.tp)),
-            base=launch.base,
-            peers=launch.peers,
-            multicast=launch.multicast if self.multicast else None,
-            keeps_own=self.keeps_own,
-        )
-        watch = Watch(launch.control, launch.status, timeout_ns, calls)
-        return Call(buffers, watch, state < twoshot.FAILED, state, epoch)
-
-    @cute.jit
-    def settle(self, launch: Launch, call: Call) -> None:
-        """Ends the reading of the control block, in every thread: each has looked at the state before the barrier."""
-        if (call.state == twoshot.SLOW) & (launch.thread == 0):
-            memory.keep_bits(launch.control + twoshot.CONTROL_STATE, Uint32(twoshot.FAILED))
-        cute.arch.sync_threads()
+        self.store(run, chunks, inside, twoshot.collect_many(call.buffers, chunks, wanted, call.watch))
 
     # ---- Operand and result --------------------------------------------------------------------------------
 
     @cute.jit
-    def load(self, launch: Launch, chunks: list[Int32]) -> list[Chunk]:
+    def load(self, run: Launch, chunks: list[Int32]) -> list[Chunk]:
         """Reads chunks of the operand; what lies past its end is +0.0 and not read."""
-        whole = self.whole_chunks(launch)
-        words = [memory.load_chunk_if(chunk < whole, launch.x + Int64(chunk) * CHUNK_BYTES) for chunk in chunks]
+        whole = self.whole_chunks(run)
+        words = [memory.load_chunk_if(chunk < whole, run.x + Int64(chunk) * CHUNK_BYTES) for chunk in chunks]
         partial = [chunk == whole for chunk in chunks]
         if twoshot.any_of(partial):
-            first = memory.fresh(whole) * self.format.chunk
-            each = [self.load_element(launch, first + i) for i in range(self.format.chunk - 1)]
-            rest = twoshot.pack([*each, Uint32(0)], self.format)
+            first = memory.fresh(whole) * run.format.chunk
+            each = [self.load_element(run, first + i) for i in range(run.format.chunk - 1)]
+            rest = twoshot.pack([*each, Uint32(0)], run.format)
             words = [twoshot.select_chunk(is_rest, rest, w) for is_rest, w in zip(partial, words, strict=True)]
         return words
 
     @cute.jit
-    def load_element(self, launch: Launch, element: Int32) -> Uint32:
+    def load_element(self, run: Launch, element: Int32) -> Uint32:
         bits = Uint32(0)
-        if element < launch.elements:
-            address = launch.x + Int64(element) * self.format.itemsize
-            bits = memory.load_element(address, self.format.itemsize)
+        if element < run.elements:
+            address = run.x + Int64(element) * run.format.itemsize
+            bits = memory.load_element(address, run.format.itemsize)
         return bits
 
     @cute.jit
-    def store(self, launch: Launch, chunks: list[Int32], inside: list[Boolean], words: list[Chunk]) -> None:
+    def store(self, run: Launch, chunks: list[Int32], inside: list[Boolean], words: list[Chunk]) -> None:
         """Writes chunks of the result, those ``inside``; what lies past its end is not written."""
-        whole = self.whole_chunks(launch)
+        whole = self.whole_chunks(run)
         for chunk, there, w in zip(chunks, inside, words, strict=True):
-            memory.store_chunk(launch.out + Int64(chunk) * CHUNK_BYTES, w, there & (chunk < whole))
+            memory.store_chunk(run.out + Int64(chunk) * CHUNK_BYTES, w, there & (chunk < whole))
         partial = [there & (chunk == whole) for there, chunk in zip(inside, chunks, strict=True)]
         if twoshot.any_of(partial):
             rest = words[0]
             for is_rest, w in zip(partial[1:], words[1:], strict=True):
                 rest = twoshot.select_chunk(is_rest, w, rest)
-            bits, first = twoshot.unpack(rest, self.format), memory.fresh(whole) * self.format.chunk
-            for i in range_constexpr(self.format.chunk - 1):
+            bits, first = twoshot.unpack(rest, run.format), memory.fresh(whole) * run.format.chunk
+            for i in range_constexpr(run.format.chunk - 1):
                 element = first + i
-                if element < launch.elements:
-                    address = launch.out + Int64(element) * self.format.itemsize
-                    memory.store_element(address, bits[i], self.format.itemsize)
+                if element < run.elements:
+                    address = run.out + Int64(element) * run.format.itemsize
+                    memory.store_element(address, bits[i], run.format.itemsize)
 
-    def whole_chunks(self, launch: Launch) -> Int32:
+    def whole_chunks(self, run: Launch) -> Int32:
         """Chunks of the round that are not partial: all, or all but the last."""
-        return Int32(Uint32(launch.elements) // self.format.chunk)
-
-    @cute.jit
-    def __call__(
-        self,
-        x: Int64,
-        out: Int64,
-        elements: Int32,
-        slot_chunks: Int32,
-        rank: Int32,
-        base: Int64,
-        multicast: Int64,
-        control: Int64,
-        status: Int64,
-        timeout_ns: Int64,
-        generations: Int32,
-        peers: list[Int64],
-    ) -> None:
-        """Gives the compiler the kernel and its launch bounds; the grid is the launcher's own."""
-        self.kernel(
-            x,
-            out,
-            elements,
-            slot_chunks,
-            rank,
-            base,
-            multicast,
-            control,
-            status,
-            timeout_ns,
-            generations,
-            peers,
-        ).launch(
-            grid=[1, 1, 1],
-            block=[THREADS, 1, 1],
-            min_blocks_per_mp=CTAS_PER_SM,
-            preferred_smem_carveout=0,  # Left out, the compiler would ask a driver for it.
-        )
-
-
-AllReduce.kernel.set_name_prefix(
-    "jax_twoshot_all_reduce", remove_cutlass_symbol=True, keep_mangled_name=False
-)
-
-
-def compile_kernel(kernel: AllReduce, arch: str) -> Compiled:
-    """Compiles for ``arch``, such as ``"sm_90a"``. Needs no GPU and no driver."""
-    parameters = inspect.get_annotations(AllReduce.__call__, eval_str=True)
-    del parameters["return"], parameters["peers"]
-    with tempfile.TemporaryDirectory() as folder:
-        compiled = cute.compile(
-            kernel,
-            *(kind(0) for kind in parameters.values()),
-            [Int64(0)] * kernel.tp,
-            options=f"--gpu-arch {arch} --keep-cubin --keep-ptx --dump-dir {shlex.quote(folder)}",
-        )
-        (cubin,) = Path(folder).glob("*.cubin")
-        (ptx,) = Path(folder).glob("*.ptx")
-        (symbol,) = compiled.kernel_info
-        return Compiled(cubin.read_bytes(), ptx.read_text(), symbol)
+        return Int32(Uint32(run.elements) // run.format.chunk)

@@ -49,7 +49,8 @@ def compile_method(
     """
     _check_parameters(kernel, addresses, scalars)
     method = kernel.kernel
-    method.set_name_prefix(type(kernel).__name__, remove_cutlass_symbol=True, keep_mangled_name=False)
+    name = getattr(kernel, "symbol", type(kernel).__name__)
+    method.set_name_prefix(name, remove_cutlass_symbol=True, keep_mangled_name=False)
     with tempfile.TemporaryDirectory() as folder:
         compiled = cute.compile(
             _host,

@@ -31,7 +31,7 @@ from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr, cute
 from jax_twoshot.kernels import memory, twoshot
 from jax_twoshot.kernels.memory import Chunk
 from jax_twoshot.kernels.twoshot import Buffers, Watch
-from jax_twoshot.protocol import GENERATIONS_DEFERRED, Format, ceil_div
+from jax_twoshot.protocol import GENERATIONS_DEFERRED, Format, owned_chunks
 
 FOREVER_NS = 1 << 62
 OVERSIZE = 3
@@ -40,7 +40,7 @@ CONTROL_DIRTY = 16
 """Byte offset in the control block, behind the four words of ``all_reduce.py``, of one word a generation: chunks of its
 last message, if the next call is to re-arm them."""
 
-_TYPES = (Int32, Int32, Int64, Int64, Int64, Int64, Int64, Int32)
+_TYPES = (Int32, Int32, Int64, Int64, Int64, Int64, Int64, Int32, Int32)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +59,8 @@ class Arguments:
       status: Int64, address of the status record.
       timeout_ns: Int64, a wait that lasts longer fails; 0: none does.
       generations: Int32, P.
-      peers: Int64 each, TP of them: address of every rank's allocation.
+      overlap: Int32, 0: the next launch becomes resident when this one has ended; else as soon as it has begun (R5).
+      peers: Int64 each, TP of them: address of every rank's allocation, as this rank reaches it.
       format: at compile time, element type of the message.
       owners: at compile time, ranks that own chunks: TP, or 1 in the stand-in for one GPU.
       multicasts: at compile time, what all ranks get is stored once through ``multicast``.
@@ -75,6 +76,7 @@ class Arguments:
     status: Int64
     timeout_ns: Int64
     generations: Int32
+    overlap: Int32
     peers: list[Int64]
     format: Format
     owners: int
@@ -83,9 +85,7 @@ class Arguments:
     pdl: bool
 
     @classmethod
-    def example(
-        cls, *, tp: int, format: Format, owners: int, multicasts: bool, deferred: bool, pdl: bool
-    ) -> Arguments:
+    def example(cls, *, tp: int, format: Format, owners: int, multicasts: bool, deferred: bool, pdl: bool) -> Arguments:
         """Arguments to compile with: of the run-time ones only the types count."""
         names = [field.name for field in dataclasses.fields(cls)]
         zeros = {name: kind(0) for name, kind in zip(names, _TYPES, strict=False)}
@@ -163,16 +163,17 @@ class Call:
 # ---- The way in --------------------------------------------------------------------------------------------
 
 
+@cute.jit
 def wait_for_predecessor(arguments: Arguments) -> None:
-    """Waits for the launches before this one; then the next may start. Before it, touch no memory."""
-    if arguments.pdl:
+    """Waits for the launches before this one; then the next may become resident, if R5 allows it. Before it, touch no
+    memory."""
+    if const_expr(arguments.pdl):
         memory.wait_for_stream()
-        memory.let_next_launch_start()
+        if arguments.overlap != 0:
+            memory.let_next_launch_start()
 
 
-def begin(
-    arguments: Arguments, chunks: Int32, *, deferred: bool = False, generation: int | None = None
-) -> Call:
+def begin(arguments: Arguments, chunks: Int32, *, deferred: bool = False, generation: int | None = None) -> Call:
     """Reads the control block: after ``wait_for_predecessor``, once in every thread. Takes a trip to L2.
 
     Args:
@@ -192,8 +193,15 @@ def begin(
             f"begin: deferred={deferred} {needs}, this workspace was made for "
             f"{'deferred' if arguments.deferred else 'immediate'} re-arm; its calls cannot mix the two"
         )
+    call = begin_round(arguments, chunks, generation=generation)
+    return dataclasses.replace(call, alive=call.alive & fits(call.buffers, call.watch, chunks))
+
+
+def begin_round(arguments: Arguments, chunks: Int32, *, generation: int | None = None, keeps_own: bool = False) -> Call:
+    """`begin` where the launcher has seen to it that the chunks fit. What is asked of memory before it is in flight
+    meanwhile. ``keeps_own`` is `Buffers.keeps_own`."""
     epoch, _, state, calls = memory.load_control(arguments.control)
-    owned = ceil_div(chunks, arguments.owners)
+    owned = Int32(owned_chunks(Uint32(chunks), arguments.owners))
     buffers = Buffers(
         tp=arguments.tp,
         slot_chunks=Int64(arguments.slot_chunks),
@@ -206,18 +214,19 @@ def begin(
         # The stand-in's ranks are one: a sum stored again could land on a place that was re-armed meanwhile.
         peers=arguments.peers[: arguments.owners],
         multicast=arguments.multicast if arguments.multicasts else None,
+        keeps_own=keeps_own,
     )
     timeout_ns = twoshot.select(arguments.timeout_ns == 0, Int64(FOREVER_NS), arguments.timeout_ns)
     watch = Watch(arguments.control, arguments.status, timeout_ns, calls)
     return Call(
         buffers=buffers,
         watch=watch,
-        alive=(state < twoshot.FAILED) & fits(buffers, watch, chunks),
+        alive=state < twoshot.FAILED,
         chunks=chunks,
         mine=cute.min(owned, chunks - arguments.rank * owned),
         state=state,
         epoch=epoch,
-        deferred=deferred,
+        deferred=arguments.deferred,
         generations=Uint32(arguments.generations),
         parts=arguments.parts,
     )
@@ -285,7 +294,7 @@ def rearm_previous(call: Call, first: Int32, step: Int32) -> None:
     chunks = Int32(0)
     if call.alive:
         chunks = Int32(memory.load_control_word(dirty_address(call, previous)))
-    owned = ceil_div(chunks, len(call.buffers.peers))
+    owned = Int32(owned_chunks(Uint32(chunks), len(call.buffers.peers)))
     mine = cute.min(owned, chunks - Int32(call.buffers.rank) * owned)
     before = dataclasses.replace(call.buffers, generation=Int64(previous))
     for index in range(first, mine, step):
