@@ -16,7 +16,7 @@ from jax_twoshot.protocol import FORMATS, MAX_RANKS, MIN_RANKS
 
 PROG = "python -m jax_twoshot"
 IN_PROCESSES = {"selftest": "ranks", "bench": "bench_ranks"}
-"""The modules that run a command with ``--ranks``."""
+"""The modules that run a command with ``--ranks``, or ``bench --fused``."""
 
 
 class UsageError(Exception):

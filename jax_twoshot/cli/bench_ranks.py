@@ -126,11 +126,12 @@ class Missing:
 
 @dataclass
 class Found:
-    """What all launches came to."""
+    """What all launches came to; ``replays`` graphs or programs made a timed run."""
 
     measurements: list[Measurement] = field(default_factory=list)
     missing: list[Missing] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
+    replays: int = gpu_peers.REPLAYS
 
 
 # ---- A worker ----------------------------------------------------------------------------------------------
@@ -383,6 +384,7 @@ def _run_here(args: argparse.Namespace) -> int:
             measurements, missing = merge(mesh.size, [of_cell])
             found.measurements += measurements
             found.missing += missing
+            found.replays = cell.replays
             progress.step(f"{mesh.size} ranks, {rows} x {width}")
     found.missing = join(found.missing)
     _write(args, found)
@@ -575,7 +577,7 @@ def text(title: str, args: argparse.Namespace, found: Found) -> str:
     return "\n".join(
         (
             *(f"# {line}" for line in title.splitlines()),
-            f"# time: median of {args.repeats} runs of {gpu_peers.REPLAYS} x {args.calls} calls, of the slowest rank; "
+            f"# time: median of {args.repeats} runs of {found.replays} x {args.calls} calls, of the slowest rank; "
             "min..max: of these runs",
             *(f"# {line}" for line in PROGRAMS[args.fused]),
             terminal.table(header, rows, left=2),
@@ -616,7 +618,7 @@ def report(args: argparse.Namespace, found: Found) -> dict[str, Any]:
     program = {name: getattr(args, name) for name in ("ranks", "one_gpu", "rows", "width", "dtype", "repeats", "calls")}
     tables = tune.tables(found.facts["table"], _limits(found)) if args.tune and found.facts else {}
     return found.facts | ({"tables": tables} if tables else {}) | {
-        "program": program | {"replays": gpu_peers.REPLAYS, "multicast_allowed": _settings.multicast_allowed()},
+        "program": program | {"replays": found.replays, "multicast_allowed": _settings.multicast_allowed()},
         "measurements": [
             dataclasses.asdict(m)
             | {
