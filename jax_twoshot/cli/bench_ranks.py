@@ -62,7 +62,7 @@ PROGRAMS = {
     ),
     True: (
         f"{gpu_peers.NORM_JAX}: a jitted program, {OURS}: all_reduce_rms_norm; others: a sum, then XLA's residual add "
-        f"and RMSNorm; {gpu_peers.NORM_GRAPH}: the same in one kernel, alone in a CUDA graph",
+        f"and RMSNorm; {gpu_peers.NORM_GRAPH}: the same in one kernel, alone in a CUDA graph, ours with JAX's grid",
         f"{gpu_peers.MATMUL_JAX}: a jitted program, {OURS}: matmul_all_reduce of [rows, width / TP] and "
         "[width / TP, width]; others: XLA's matmul, then a sum",
     ),
