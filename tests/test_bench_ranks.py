@@ -579,6 +579,7 @@ def test_a_peer_that_needs_flags_runs_in_processes_of_its_own(
 def test_fused_on_cpu(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = tmp_path / "fused.json"
     options = ["--devices", "2", "--rows", "1,3", "--width", "64,128", "--calls", "3", "--repeats", "2"]
+    jax.devices()  # the command would make two CPU devices, for all tests of this process
     assert main(["bench", "--fused", *options, "--json", str(file)]) == 0
     text, report = capsys.readouterr().out, json.loads(file.read_text())
     names = {
