@@ -11,6 +11,7 @@
 #include <map>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 #include "all_reduce_cuda.h"
 #include "call_counts.h"
@@ -147,7 +148,24 @@ NB_MODULE(_extension, module) {
             if (error) throw std::runtime_error(*error);
           },
           nb::arg("ordinal"), nb::arg("stream"), nb::arg("format"), nb::arg("x"), nb::arg("out"), nb::arg("bytes"),
-          nb::arg("algorithm") = "auto", nb::arg("alone") = false);
+          nb::arg("algorithm") = "auto", nb::arg("alone") = false)
+      .def(
+          "launch_kernel",
+          [](jax_twoshot::CudaWorkspace& workspace, int ordinal, uint64_t stream, const nb::bytes& image,
+             const std::string& symbol, bool pdl, int64_t grid, int threads, int ctas_per_sm, int shared_memory,
+             std::vector<uint64_t> addresses, std::vector<int32_t> scalars) {
+            const jax_twoshot::KernelOnDevices& kernel = workspace.Load(
+                {std::string(image.c_str(), image.size()), symbol, threads, ctas_per_sm, shared_memory, pdl});
+            std::vector<void*> parameters;
+            for (uint64_t& address : addresses) parameters.push_back(&address);
+            for (int32_t& scalar : scalars) parameters.push_back(&scalar);
+            const auto error = workspace.Launch(ordinal, reinterpret_cast<jax_twoshot::CUstream>(stream), kernel, grid,
+                                                threads, shared_memory, std::move(parameters));
+            if (error) throw std::runtime_error(*error);
+          },
+          nb::arg("ordinal"), nb::arg("stream"), nb::kw_only(), nb::arg("image"), nb::arg("symbol"), nb::arg("pdl"),
+          nb::arg("grid"), nb::arg("threads"), nb::arg("ctas_per_sm"), nb::arg("shared_memory"), nb::arg("addresses"),
+          nb::arg("scalars"));
   using Cubin = std::tuple<std::string, std::string, nb::bytes, std::string, bool>;
   using Rank = std::tuple<int, int, uint64_t, uint64_t, std::vector<uint64_t>>;
   module.def("open_cuda_workspace", [](int64_t id, std::string axes, int tp, int64_t slot_chunks, int generations,

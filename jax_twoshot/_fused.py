@@ -201,25 +201,36 @@ def _lower_cuda(ctx, x, residual, weight, rank, group, **params):
     if workspace is None or workspace.gpu is None:
         raise _api.no_workspace(what, aval.dtype)
     fmt, width = protocol.FORMATS[aval.dtype.name], aval.shape[-1]
-    rows, row_chunks = math.prod(aval.shape[:-1]), fmt.chunks(width)
+    rows = math.prod(aval.shape[:-1])
     most_rows = _api.rows_in_a_round(what, workspace, width, fmt)
     if rows > most_rows:
         rounds = mlir.lower_fun(functools.partial(_in_rounds, most_rows, params), multiple_results=True)
         return rounds(ctx, x, residual, weight, rank, group)
-    gpu, chunks = workspace.gpu, rows * row_chunks
-    (one,) = protocol.rounds(workspace.layout, chunks, one_shot_bytes=gpu.one_shot_bytes)
-    blocks, _ = protocol.norm_blocks(row_chunks)
-    kernel = cubin.rms_norm_kernel(params["tp"], fmt.name, gpu.multicast, gpu.arch, one.algorithm, blocks)
-    most_ctas = protocol.most_ctas(gpu.ranks_on_device, gpu.sm_count, kernel.ctas_per_sm)
+    kernel, grid, scalars = launch(workspace, fmt, rows, width, params["eps"])
     return _cute_call.lower(
         ctx.replace(avals_in=ctx.avals_in[:3]),  # the rank and the group are the workspace's to know
         [x, residual, weight],
         kernel=kernel,
         workspace=workspace,
-        grid=min(max(rows, protocol.ceil_div(chunks, kernel.threads)), most_ctas),
-        scalars=[rows, row_chunks, int(np.float32(params["eps"]).view(np.int32))],
+        grid=grid,
+        scalars=scalars,
         what=what,
     )
+
+
+def launch(
+    workspace: workspace.Handle, fmt: protocol.Format, rows: int, width: int, eps: float
+) -> tuple[cubin.Kernel, int, list[int]]:
+    """The kernel for rows that one round carries, its grid and its scalars."""
+    gpu, row_chunks = workspace.gpu, fmt.chunks(width)
+    assert gpu is not None
+    chunks = rows * row_chunks
+    (one,) = protocol.rounds(workspace.layout, chunks, one_shot_bytes=gpu.one_shot_bytes)
+    blocks, _ = protocol.norm_blocks(row_chunks)
+    kernel = cubin.rms_norm_kernel(workspace.layout.tp, fmt.name, gpu.multicast, gpu.arch, one.algorithm, blocks)
+    most_ctas = protocol.most_ctas(gpu.ranks_on_device, gpu.sm_count, kernel.ctas_per_sm)
+    grid = min(max(rows, protocol.ceil_div(chunks, kernel.threads)), most_ctas)
+    return kernel, grid, [rows, row_chunks, int(np.float32(eps).view(np.int32))]
 
 
 def _in_rounds(most_rows, params, x, residual, weight, *place):

@@ -20,9 +20,9 @@ from jax.sharding import Mesh
 
 import jax_twoshot
 from jax_twoshot import _launch, _settings, protocol, reference
-from jax_twoshot.cli import bench, bench_ranks, decode, gpu_peers, main, tune
+from jax_twoshot.cli import bench, bench_ranks, decode, fused, gpu_peers, main, tune
 from jax_twoshot.cli.bench_ranks import Ears, Found, Job, Measurement, Missing
-from jax_twoshot.cli.gpu_peers import DECODE, GRAPH, JAX, Cell, Peer
+from jax_twoshot.cli.gpu_peers import DECODE, GRAPH, JAX, MATMUL_JAX, NORM_GRAPH, NORM_JAX, Cell, Peer
 
 FACTS = {
     "date": "2026-01-02 03:04 UTC",
@@ -44,7 +44,7 @@ def measurement(peer: str, seconds: float, rows: int = 1, tp: int = 2, program: 
 
 def arguments(tmp_path: Path, **changes: Any) -> argparse.Namespace:
     values = dict(ranks=[2, 4], one_gpu=True, rows=[1, 2], width=[64], dtype="bfloat16", repeats=3, calls=5)
-    values |= dict(timeout=100, json=tmp_path / "bench.json", plot=None, tune=False, decode=False)
+    values |= dict(timeout=100, json=tmp_path / "bench.json", plot=None, tune=False, decode=False, fused=False)
     return argparse.Namespace(**values | changes)
 
 
@@ -303,7 +303,7 @@ def test_a_peer_that_crashes_is_dropped_and_the_others_go_on(
     code = main(["bench", "--ranks", "2,4", "--one-gpu", "--rows", "1,2", "--width", "64", "--repeats", "3"])
     out, err = capsys.readouterr()
     assert code == 0
-    every = [str(peer) for peer in gpu_peers.PEERS if peer.program != DECODE]
+    every = [str(peer) for peer in gpu_peers.PEERS if peer.program in (GRAPH, JAX)]
     assert [(job.cells, job.peers) for job in jobs] == [
         ([[1, 64], [2, 64]], every),
         ([[2, 64]], [peer for peer in every if peer != "nccl (graph)"]),
@@ -571,3 +571,132 @@ def test_a_peer_that_needs_flags_runs_in_processes_of_its_own(
     assert added == "--xla_dump_to=here --xla_gpu_unsupported_use_all_reduce_one_shot_kernel=true"
     assert "psum (jax)" in others and alone[0] not in others
     assert list(bench_ranks.launches(arguments(tmp_path, one_gpu=True))) == [""], "there it refuses as psum does"
+
+
+# ---- --fused -----------------------------------------------------------------------------------------------
+
+
+def test_fused_on_cpu(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "fused.json"
+    options = ["--devices", "2", "--rows", "1,3", "--width", "64,128", "--calls", "3", "--repeats", "2"]
+    jax.devices()  # the command would make two CPU devices, for all tests of this process
+    assert main(["bench", "--fused", *options, "--json", str(file)]) == 0
+    text, report = capsys.readouterr().out, json.loads(file.read_text())
+    names = {
+        NORM_JAX: ["jax_twoshot", "all_reduce + XLA", "psum + XLA"],
+        MATMUL_JAX: ["jax_twoshot", "XLA + all_reduce", "XLA + psum"],
+    }
+    cells = [(rows, width) for width in (64, 128) for rows in (1, 3)]
+    every = [(program, peer, *c) for c in cells for program, peers in names.items() for peer in peers]
+    found = report["measurements"]
+    assert [(m["program"], m["peer"], m["rows"], m["width"]) for m in found] == every
+    assert {(m["tp"], m["wrong"], len(m["seconds"])) for m in found} == {(2, 0, 2)}
+    assert f"# 2 ranks, jax_twoshot ({NORM_GRAPH}) is not in the table for rows 1,3 x 64, rows 1,3 x 128" in text
+    assert sum(line.startswith((NORM_JAX, MATMUL_JAX)) for line in text.splitlines()) == len(every)
+
+
+@pytest.mark.parametrize("layer", [fused.RMS_NORM, fused.MATMUL])
+def test_checks_of_the_fused_calls_see_a_rank_that_is_left_out(layer: bench.Layer) -> None:
+    """And the oracle itself is right by a sum in another precision."""
+    c = cell(rows=2, width=256)
+    weights = layer.constants(c)[0][0].astype(np.float64)
+    if layer is fused.RMS_NORM:
+        x, residual = (part.astype(np.float64) for part in layer.state(c))
+        total = x.sum(0) + residual[0]
+        scale = 1 / np.sqrt((total**2).mean(-1, keepdims=True) + fused.EPS)
+        normalised, new_residual = (want.astype(np.float64) for want in layer.expected(c.one_call()))
+        np.testing.assert_allclose(new_residual, total, rtol=2**-8)
+        np.testing.assert_allclose(normalised, total * scale * weights[0], rtol=2**-6)
+        make = gpu_peers._norm_apart
+    else:
+        x = layer.state(c)[..., : fused.depth(c)].astype(np.float64)
+        np.testing.assert_array_equal(layer.expected(c.one_call()).astype(np.float64), (x @ weights).sum(0))
+        make = gpu_peers._matmul_apart
+    assert make(c, lambda _: lambda x: lax.psum(x, "tp")).wrong() == 0
+    three = make(c, lambda _: lambda x: lax.psum(jnp.where(lax.axis_index("tp") == 3, 0, x), "tp"))
+    assert three.wrong() > bench.CHECKED_CALLS * c.tp * c.rows * c.width / 2
+
+
+def test_numbers_of_the_matmul_are_exact_and_bounded() -> None:
+    """No column of any matrix is all zeros, no sum needs more than BF16's bits, and calls shrink their operand."""
+    c = cell(tp=2, rows=4, width=2048)
+    (w,) = fused.MATMUL.constants(c)[0]
+    assert set(np.unique(w.astype(np.float32))) == {-1 / 32, 0, 1 / 32}
+    columns = np.count_nonzero(w, axis=(0, 1))
+    assert columns.min() > 128 and columns.max() < 512
+    sums = fused.MATMUL.expected(c.one_call()).astype(np.float64) * 32
+    assert np.abs(sums).max() < 256
+    assert 0.3 < (sums / 32).std() < 0.7
+
+
+def test_norm_in_a_graph_checks_both_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(gpu_peers, "_barrier", lambda: None)
+    monkeypatch.setattr(gpu_peers, "_synchronize", lambda: None)
+    c = cell()
+    x, *outs = (torch.empty(c.rows, c.width, dtype=torch.bfloat16) for _ in range(3))
+
+    def run(error: float) -> int:
+        def call() -> None:
+            for out, want in zip(outs, fused.RMS_NORM.expected(c.one_call()), strict=True):
+                out.copy_(gpu_peers._to_torch(want))
+            outs[1][0, 0] += error
+
+        return gpu_peers.GraphRun(c, call, x, *outs, layer=fused.RMS_NORM, bitwise=True).wrong()
+
+    assert (run(0), run(8)) == (0, bench.CHECKED_CALLS)
+
+
+def test_with_ranks_the_fused_peers_are_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And ours has to be measured in a program of either kind."""
+    jobs: list[Job] = []
+
+    def launch(tp: int, argv: list[str], *, on_line: Any, **options: Any) -> None:
+        jobs.append(Job(**json.loads(argv[-1])))
+        peers = [{"peer": "jax_twoshot", "program": name, "wrong": 0, "seconds": [1e-6] * 2} for name in programs]
+        for rank in range(tp):
+            on_line(rank, "bench-done " + json.dumps(done(1, []) | {"peers": peers}))
+
+    monkeypatch.setattr(_launch, "launch", launch)
+    monkeypatch.setattr(_launch, "gpu_count", lambda: 1)
+    options = ["bench", "--fused", "--ranks", "2", "--one-gpu", "--rows", "1", "--width", "64"]
+    programs = [NORM_JAX, MATMUL_JAX]
+    assert main(options) == 0
+    programs = [NORM_JAX]
+    assert main(options) == 1
+    assert jobs[0].peers == [str(peer) for peer in gpu_peers.PEERS if peer.program in gpu_peers.FUSED]
+
+
+# ---- What JAX adds -----------------------------------------------------------------------------------------
+
+
+def test_what_jax_adds_to_a_call() -> None:
+    plain, replayed = gpu_peers.REPLAYED
+    times = [measurement("jax_twoshot", 1e-6), measurement(plain, 2e-6), measurement(replayed, 2.5e-6)]
+    assert bench_ranks.overheads([*times, measurement(plain, 2e-6, rows=2)]) == [
+        "2 ranks, 1 x 64: JAX adds 0.50 us to a call, 1.25 times the time in a plain CUDA graph"
+    ]
+    assert bench_ranks.lead(times) == [], "ours against ours is no race"
+
+
+def test_a_chain_of_nothing_but_calls_stays_finite() -> None:
+    """No multiply: what is timed is zeros, what is checked is not."""
+    run = gpu_peers.JaxRun(cell(calls=300, scale=1.0), lambda x: jax_twoshot.all_reduce(x, "tp"), bitwise=True)
+    assert run.wrong() == 0
+    assert run.seconds() > 0
+    assert not np.asarray(run._state).any()
+    broken = gpu_peers.JaxRun(cell(scale=1.0), lambda x: lax.psum(x, "tp") * 2, bitwise=True)
+    assert broken.wrong() > 4 * 100
+
+
+def test_calls_take_turns_with_the_constants(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on GPUs, where there is no loop."""
+    monkeypatch.setattr(bench.Program, "platform", "gpu")
+    c = cell(tp=2, rows=1, width=8, calls=5)
+    weights = np.arange(6, dtype=np.float32).reshape(3, 2, 1)
+    layer = fused.MATMUL._replace(
+        state=lambda _: np.zeros((2, 1), np.float32), constants=lambda _: tuple((w,) for w in weights)
+    )
+    run = bench.compile_program(c, lambda x, w: 10 * x + w, layer)
+    result = run(c.place(np.zeros((2, 1), np.float32)), jax.tree.map(c.place, layer.constants(c)))
+    np.testing.assert_array_equal(np.asarray(result), [[2402], [13513]])

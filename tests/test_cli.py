@@ -339,7 +339,7 @@ def test_bench_counts_wrong_sums(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     peers = (
         bench.Peer("jax_twoshot", scaled(1.0078125), bitwise=True),
         bench.Peer("nearly", scaled(1.0078125), bitwise=False),
-        bench.Peer("idle", lambda program: lambda x: x, bitwise=False),
+        bench.Peer("idle", lambda program: lambda x, _=(): x, bitwise=False),
     )
     monkeypatch.setattr(bench, "PEERS", peers)
     assert main(["bench", *TINY, "--rows", "1"]) == 1

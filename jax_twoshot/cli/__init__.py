@@ -16,7 +16,7 @@ from jax_twoshot.protocol import FORMATS, MAX_RANKS, MIN_RANKS
 
 PROG = "python -m jax_twoshot"
 IN_PROCESSES = {"selftest": "ranks", "bench": "bench_ranks"}
-"""The modules that run a command with ``--ranks``."""
+"""The modules that run a command with ``--ranks``, or ``bench --fused``."""
 
 
 class UsageError(Exception):
@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     parser, commands = _parser()
     args = parser.parse_args(argv)
-    in_processes = getattr(args, "ranks", None) or getattr(args, "one_gpu", False)
+    in_processes = any(getattr(args, name, None) for name in ("ranks", "one_gpu", "fused"))
     module = IN_PROCESSES[args.command] if in_processes else args.command
     try:
         return importlib.import_module(f"jax_twoshot.cli.{module}").run(args)
@@ -88,7 +88,7 @@ def _bench_arguments(parser: argparse.ArgumentParser) -> None:
         type=_whole_numbers(1),
         default=[7168],
         metavar="N,N,...",
-        help="columns; default 7168; several with --ranks only",
+        help="columns; default 7168; several with --ranks or --fused only",
     )
     parser.add_argument("--dtype", choices=list(FORMATS), default="bfloat16", help="default bfloat16")
     parser.add_argument(
@@ -113,6 +113,11 @@ def _bench_arguments(parser: argparse.ArgumentParser) -> None:
         "--decode",
         action="store_true",
         help="with --ranks: time a decode step with the sums and without them, not the sums alone",
+    )
+    what.add_argument(
+        "--fused",
+        action="store_true",
+        help="time all_reduce_rms_norm and matmul_all_reduce, and what does the same in several kernels",
     )
     what.add_argument(
         "--tune",

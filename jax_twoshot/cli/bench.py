@@ -35,8 +35,8 @@ from jax_twoshot.cli import UsageError, machine, terminal
 CHECKED_CALLS = 5
 """Enough to come back to every generation of the buffers."""
 
-Run = Callable[[jax.Array], jax.Array]
-"""A compiled program: ``[TP, rows, width]``, a part a rank, to the same shape."""
+Run = Callable[..., Any]
+"""A compiled program: from a layer's state and constants, ``[TP, ...]``, to the state that its calls leave."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,10 @@ class Program:
         """Of the message, as each rank holds it."""
         return self.rows * self.width * np.dtype(self.dtype).itemsize
 
+    @property
+    def platform(self) -> str:
+        return self.mesh.devices.flat[0].platform
+
     def parts(self) -> np.ndarray:
         """``[TP, rows, width]``; every process draws the same."""
         random = np.random.default_rng(self.rows)
@@ -79,12 +83,44 @@ class Program:
         """A short program whose only rounding is the all-reduce's own."""
         return dataclasses.replace(self, calls=CHECKED_CALLS, scale=1.0)
 
+    def one_call(self) -> Program:
+        return dataclasses.replace(self, calls=1, scale=1.0)
+
     def expected(self) -> np.ndarray:
         """``[rows, width]``: what every rank ends with, by the oracle, if ``scale`` is 1."""
         total = reference.all_reduce(self.parts())
         for _ in range(self.calls - 1):
             total = reference.all_reduce(np.broadcast_to(total, (self.tp, *total.shape)))
         return total
+
+
+Constants = tuple[tuple[Any, ...], ...]
+"""What calls take beside the state; they take turns with them, but in a loop, where there must be but one."""
+
+
+class Layer(NamedTuple):
+    """What is called, whoever computes it; its arrays are ``[TP, ...]``, a part a rank.
+
+    Attributes:
+      state: array or tuple of arrays: what a program's first call takes, and every other one from the call before it.
+      constants: of a program, whatever its rows.
+      again: the state for the next call, of a program and a call's results.
+      checked: the short program whose result is compared.
+      expected: that result on every rank, as the state but without ``[TP]``.
+    """
+
+    state: Callable[[Program], Any]
+    constants: Callable[[Program], Constants]
+    again: Callable[[Program, Any], Any]
+    checked: Callable[[Program], Program]
+    expected: Callable[[Program], Any]
+
+
+def _scaled(program: Program, total: jax.Array) -> jax.Array:
+    return total if program.scale == 1 else total * jnp.asarray(program.scale, total.dtype)
+
+
+ALL_REDUCE = Layer(Program.parts, lambda program: ((),), _scaled, Program.checked, Program.expected)
 
 
 class Peer(NamedTuple):
@@ -117,20 +153,36 @@ PEERS = (Peer("jax_twoshot", _make_twoshot, bitwise=True), Peer("psum", _make_ps
 """The first one is ours; the others' times are given as multiples of its."""
 
 
-def compile_program(program: Program, all_reduce: Callable[[jax.Array], jax.Array]) -> Run:
-    """The program with this all-reduce: a loop, but on GPUs, where an iteration costs more than a call, its calls one
-    by one."""
-    unroll = program.mesh.devices.flat[0].platform == "gpu"
+def compile_program(
+    program: Program, call: Callable[..., Any], layer: Layer = ALL_REDUCE, *, donate: bool = False
+) -> Run:
+    """The program with this call: a loop, but on GPUs, where an iteration costs more than a call, its calls one by one.
 
-    def step(x: jax.Array, _: None) -> tuple[jax.Array, None]:
-        return all_reduce(x) * jnp.asarray(program.scale, x.dtype), None
+    Args:
+      program: the message, and how many calls.
+      call: of the state and one turn of constants, on a rank.
+      layer: what it computes.
+      donate: the result takes the place of the state that the program is given.
+    """
 
-    def rank(x: jax.Array) -> jax.Array:
-        return lax.scan(step, x[0], length=program.calls, unroll=unroll)[0][None]
+    def rank(state: Any, constants: Constants) -> Any:
+        state, constants = jax.tree.map(lambda x: x[0], (state, constants))
+        if program.platform == "gpu":
+            for i in range(program.calls):
+                state = layer.again(program, call(state, *constants[i % len(constants)]))
+        else:
+            (only,) = constants
+            state, _ = lax.scan(lambda s, _: (layer.again(program, call(s, *only)), None), state, length=program.calls)
+        return jax.tree.map(lambda x: x[None], state)
 
     spec = P("tp")
     sharded = jax.shard_map(rank, mesh=program.mesh, in_specs=spec, out_specs=spec, check_vma=False)
-    return jax.jit(sharded).lower(program.place(program.parts())).compile()
+    shapes = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(program.mesh, spec)),
+        (layer.state(program), layer.constants(program)),
+    )
+    compiled = jax.jit(sharded, donate_argnums=0 if donate else ()).lower(*shapes).compile()
+    return lambda state, constants=((),): compiled(state, constants)
 
 
 # ---- Measuring ---------------------------------------------------------------------------------------------
@@ -224,6 +276,16 @@ def measure(
     return results, reasons
 
 
+def seconds_of(run: Callable[[], Any], runs: int) -> float:
+    """Of one run, the mean of ``runs`` in a row; one more before them takes up how much later the last rank starts."""
+    jax.block_until_ready(run())
+    start = time.perf_counter()
+    for _ in range(runs):
+        result = run()
+    jax.block_until_ready(result)
+    return (time.perf_counter() - start) / runs
+
+
 def _make(peer: Peer, program: Program) -> Run | str:
     try:
         return peer.make(program)
@@ -231,11 +293,24 @@ def _make(peer: Peer, program: Program) -> Run | str:
         return str(error)
 
 
-def count_wrong(program: Program, run: Run, bitwise: bool) -> int:
-    """Elements of all ranks of this process that are not what they must be."""
-    shards = jax.block_until_ready(run(program.place(program.parts()))).addressable_shards
-    want = program.expected()
-    return sum(wrong_elements(np.asarray(shard.data)[0], want, program, bitwise) for shard in shards)
+def count_wrong(
+    program: Program, run: Run, bitwise: bool, layer: Layer = ALL_REDUCE, constants: Constants = ((),)
+) -> int:
+    """Elements of all ranks of this process that are not what they must be.
+
+    Args:
+      program: the layer's `checked`.
+      run: its compiled form.
+      bitwise: of which the results are the oracle's bit for bit.
+      layer: what it computes.
+      constants: the layer's, on the devices.
+    """
+    results = jax.block_until_ready(run(jax.tree.map(program.place, layer.state(program)), constants))
+    return sum(
+        wrong_elements(np.asarray(shard.data)[0], want, program, bitwise)
+        for result, want in zip(jax.tree.leaves(results), jax.tree.leaves(layer.expected(program)), strict=True)
+        for shard in result.addressable_shards
+    )
 
 
 def wrong_elements(got: np.ndarray, want: np.ndarray, program: Program, bitwise: bool) -> int:

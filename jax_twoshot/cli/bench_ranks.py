@@ -26,7 +26,7 @@ import textwrap
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -50,8 +50,24 @@ WAIT_SECONDS = "40"
 """A rank's deadline for the others, where ``JAX_TWOSHOT_TIMEOUT`` does not say."""
 PACKAGES = ("flashinfer-python", "nvidia-nccl-cu12", "nvidia-nccl-cu13")
 """Of the peers; their versions go into the report."""
-NO_PEERS = (OURS, gpu_peers.NO_SUM, *gpu_peers.VARIANTS, *gpu_peers.FLOORS)
+NO_PEERS = (OURS, gpu_peers.NO_SUM, *gpu_peers.VARIANTS, *gpu_peers.FLOORS, *gpu_peers.REPLAYED)
 """What stands in the table and competes with nobody."""
+
+PROGRAMS = {
+    False: (
+        f"{GRAPH}: the kernel alone in a CUDA graph; {JAX}: a jitted program, with a multiply a call; "
+        f"{DECODE}: time of a step of {decode.LAYERS} layers with two sums each, {decode.STEPS} in a run; "
+        f"{', '.join(gpu_peers.FLOORS)}: {OURS} on 16 bytes a rank; {gpu_peers.REPLAYED[1]}: a jitted program of "
+        "nothing but calls",
+    ),
+    True: (
+        f"{gpu_peers.NORM_JAX}: a jitted program, {OURS}: all_reduce_rms_norm; others: a sum, then XLA's residual add "
+        f"and RMSNorm; {gpu_peers.NORM_GRAPH}: the same in one kernel, alone in a CUDA graph, ours with JAX's grid",
+        f"{gpu_peers.MATMUL_JAX}: a jitted program, {OURS}: matmul_all_reduce of [rows, width / TP] and "
+        "[width / TP, width]; others: XLA's matmul, then a sum",
+    ),
+}
+"""What the table says of its programs, without ``--fused`` and with it."""
 
 _STEP, _DONE = "bench-step ", "bench-done "
 """What the lines of a worker for its parent start with."""
@@ -86,7 +102,7 @@ class Measurement(bench.Measurement):
 
     Attributes:
       width: of the message.
-      program: how the calls are made, ``GRAPH`` or ``JAX``.
+      program: what is called and how, as of `gpu_peers.Peer`.
     """
 
     width: int
@@ -110,11 +126,12 @@ class Missing:
 
 @dataclass
 class Found:
-    """What all launches came to."""
+    """What all launches came to; ``replays`` graphs or programs made a timed run."""
 
     measurements: list[Measurement] = field(default_factory=list)
     missing: list[Missing] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
+    replays: int = gpu_peers.REPLAYS
 
 
 # ---- A worker ----------------------------------------------------------------------------------------------
@@ -325,9 +342,11 @@ def launches(args: argparse.Namespace) -> dict[str, list[str]]:
 
 def run(args: argparse.Namespace) -> int:
     """Measures one number of ranks after the other, and prints what came of it."""
-    ranks.require_gpus(args)
     if args.plot:
         bench.require_matplotlib()
+    if args.fused and not args.ranks and not args.one_gpu:
+        return _run_here(args)
+    ranks.require_gpus(args)
     cells = [(rows, width) for width in args.width for rows in args.rows]
     found = Found()
     try:
@@ -338,9 +357,46 @@ def run(args: argparse.Namespace) -> int:
     finally:  # what was measured is shown, whatever ended the rest
         found.missing = join(found.missing)
         _write(args, found)
-    always, program = gpu_peers.VARIANTS if args.tune else (OURS,), DECODE if args.decode else GRAPH
-    done = {(m.peer, m.cell) for m in found.measurements if m.peer in always and m.program == program}
-    complete = len(done) == len(args.ranks) * len(cells) * len(always)
+    return _verdict(args, found, len(args.ranks) * len(cells))
+
+
+def _run_here(args: argparse.Namespace) -> int:
+    """Measures with the devices of this process for ranks."""
+    devices = machine.devices(args.devices)
+    mesh, found = Mesh(np.array(devices), ("tp",)), Found(facts=_facts(devices))
+    args.ranks = [mesh.size]
+    cells = [(rows, width) for width in args.width for rows in args.rows]
+    with terminal.Progress(len(cells)) as progress:
+        for rows, width in cells:
+            cell = Cell(
+                mesh,
+                rows,
+                width,
+                args.dtype,
+                args.calls,
+                1 / mesh.size,
+                rank=0,
+                ordinal=0,
+                shared=False,
+                most_rows=max(args.rows),
+            )
+            of_cell = measure(cell, selected(args), args.repeats, lambda *_: nullcontext(), lambda refusal: refusal)
+            measurements, missing = merge(mesh.size, [of_cell])
+            found.measurements += measurements
+            found.missing += missing
+            found.replays = cell.replays
+            progress.step(f"{mesh.size} ranks, {rows} x {width}")
+    found.missing = join(found.missing)
+    _write(args, found)
+    return _verdict(args, found, len(cells))
+
+
+def _verdict(args: argparse.Namespace, found: Found, cells: int) -> int:
+    """The exit code: whether ours was measured for all ``cells``, and nobody's results are wrong."""
+    always: tuple[str, ...] = gpu_peers.VARIANTS if args.tune else (OURS,)
+    programs: tuple[str, ...] = (DECODE,) if args.decode else gpu_peers.FUSED_JAX if args.fused else (GRAPH,)
+    done = {(m.peer, m.cell) for m in found.measurements if m.peer in always and m.program in programs}
+    complete = len(done) == cells * len(always) * len(programs)
     return 0 if complete and not any(m.wrong for m in found.measurements) else 1
 
 
@@ -422,10 +478,11 @@ def _launch_workers(
 
 
 def selected(args: argparse.Namespace) -> list[Peer]:
-    """The peers that take part: the two algorithms to tune by, the decode steps, or all that only sum."""
+    """The peers that take part: the two algorithms to tune by, the decode steps, the fused calls, or all that sum."""
     if args.tune:
         return [peer for peer in gpu_peers.PEERS if peer.name in gpu_peers.VARIANTS]
-    return [peer for peer in gpu_peers.PEERS if (peer.program == DECODE) == args.decode]
+    programs = (DECODE,) if args.decode else gpu_peers.FUSED if args.fused else (GRAPH, JAX)
+    return [peer for peer in gpu_peers.PEERS if peer.program in programs]
 
 
 def environment(shared: bool) -> dict[str, str]:
@@ -499,6 +556,18 @@ def shares(measurements: Sequence[Measurement]) -> list[str]:
     ]
 
 
+def overheads(measurements: Sequence[Measurement]) -> list[str]:
+    """What JAX adds to a call: XLA's replay of nothing but calls against a plain CUDA graph of the same launches."""
+    plain, replayed = ({m.cell: m.median for m in measurements if m.peer == name} for name in gpu_peers.REPLAYED)
+    return [
+        f"{tp} ranks, {rows} x {width}: JAX adds {1e6 * (replayed[cell] - plain[cell]):.2f} us to a call, "
+        f"{replayed[cell] / plain[cell]:.2f} times the time in a plain CUDA graph"
+        for cell in plain
+        if cell in replayed
+        for _, tp, width, rows in [cell]
+    ]
+
+
 def text(title: str, args: argparse.Namespace, found: Found) -> str:
     header = (
         *("program", "peer", "TP", "bytes", "rows", "width"),
@@ -508,13 +577,11 @@ def text(title: str, args: argparse.Namespace, found: Found) -> str:
     return "\n".join(
         (
             *(f"# {line}" for line in title.splitlines()),
-            f"# time: median of {args.repeats} runs of {gpu_peers.REPLAYS} x {args.calls} calls, of the slowest rank; "
+            f"# time: median of {args.repeats} runs of {found.replays} x {args.calls} calls, of the slowest rank; "
             "min..max: of these runs",
-            f"# {GRAPH}: the kernel alone in a CUDA graph; {JAX}: a jitted program, with a multiply a call; "
-            f"{DECODE}: time of a step of {decode.LAYERS} layers with two sums each, {decode.STEPS} in a run; "
-            f"{', '.join(gpu_peers.FLOORS)}: {OURS} on 16 bytes a rank",
+            *(f"# {line}" for line in PROGRAMS[args.fused]),
             terminal.table(header, rows, left=2),
-            *(f"# {line}" for line in [*lead(found.measurements), *shares(found.measurements)]),
+            *(f"# {line}" for notes in (lead, shares, overheads) for line in notes(found.measurements)),
             *(
                 f"# {m.tp} ranks, {m.peer} is not in the table for {_messages(m.cells)}: {m.reason}"
                 for m in found.missing
@@ -551,7 +618,7 @@ def report(args: argparse.Namespace, found: Found) -> dict[str, Any]:
     program = {name: getattr(args, name) for name in ("ranks", "one_gpu", "rows", "width", "dtype", "repeats", "calls")}
     tables = tune.tables(found.facts["table"], _limits(found)) if args.tune and found.facts else {}
     return found.facts | ({"tables": tables} if tables else {}) | {
-        "program": program | {"replays": gpu_peers.REPLAYS, "multicast_allowed": _settings.multicast_allowed()},
+        "program": program | {"replays": found.replays, "multicast_allowed": _settings.multicast_allowed()},
         "measurements": [
             dataclasses.asdict(m)
             | {
@@ -571,11 +638,10 @@ def _title(args: argparse.Namespace, found: Found) -> str:
     facts = found.facts
     device = facts["machine"]["devices"][0]
     where = f"one {device}, shared by all ranks" if args.one_gpu else f"{device}, one a rank"
+    what = "all_reduce, fused with what is around it," if args.fused else "all_reduce"
     names = ("jax-twoshot", "jax", "torch", *PACKAGES)
     versions = ", ".join(f"{name} {facts['versions'][name]}" for name in names if facts["versions"].get(name))
-    return (
-        f"all_reduce of {args.dtype} over {','.join(map(str, args.ranks))} ranks: {where}\n{versions}; {facts['date']}"
-    )
+    return f"{what} of {args.dtype} over {','.join(map(str, args.ranks))} ranks: {where}\n{versions}; {facts['date']}"
 
 
 def _write(args: argparse.Namespace, found: Found) -> None:

@@ -1,15 +1,14 @@
 """The ways to sum over GPUs that ``bench --ranks`` compares, each with its check and its clock.
 
 A kernel alone is captured, `calls` times, in a CUDA graph: what an engine that captures its decode step pays. The
-same call through JAX is a jitted program of as many calls, one after the other, with a multiply between them. The
-input of torch's symmetric-memory kernels lies in symmetric memory already, which spares them a copy.
+same call through JAX is a jitted program of as many calls, one after the other, with a multiply between them, or with
+nothing. The input of torch's symmetric-memory kernels lies in symmetric memory already, which spares them a copy.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -19,8 +18,9 @@ import numpy as np
 from jax import lax
 
 import jax_twoshot
-from jax_twoshot import protocol, symmetric
-from jax_twoshot.cli import bench, decode
+from jax_twoshot import _fused, cubin, protocol, symmetric
+from jax_twoshot.cli import bench, decode, fused
+from jax_twoshot.cli.bench import ALL_REDUCE, Layer
 
 if TYPE_CHECKING:
     import torch
@@ -29,6 +29,10 @@ REPLAYS = 10
 """Graphs, or programs, that run one after the other in a timed run: starting them is not what is measured."""
 GRAPH, JAX, DECODE = "graph", "jax", "decode"
 """How the calls are made: alone in a CUDA graph, in a jitted program, in the decode step of `decode`."""
+NORM_GRAPH, NORM_JAX, MATMUL_JAX = "rms_norm graph", "rms_norm jax", "matmul jax"
+"""The same of the layers of `fused`."""
+FUSED_JAX = (NORM_JAX, MATMUL_JAX)
+FUSED = (NORM_GRAPH, *FUSED_JAX)
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,11 @@ class Cell(bench.Program):
     ordinal: int
     shared: bool
     most_rows: int
+
+    @property
+    def replays(self) -> int:
+        """Programs of a timed run; on CPU a call takes so long that the start of one is little beside them."""
+        return REPLAYS if self.platform == "gpu" else 1
 
     def one_chunk_each(self) -> Cell:
         """The smallest message that every rank owns a part of."""
@@ -68,7 +77,7 @@ class Peer(NamedTuple):
 
     Attributes:
       name: in the table.
-      program: ``GRAPH`` or ``JAX``.
+      program: ``GRAPH``, ``JAX``, ``DECODE`` or one of ``FUSED``: what is compared with each other.
       make: prepares a cell; any exception is the reason why it cannot run there.
       make_seconds: the longest that may take.
       xla_flags: which the processes need that it runs in, beside what ``XLA_FLAGS`` says.
@@ -92,8 +101,9 @@ class GraphRun:
 
     Args:
       cell: the message.
-      call: launches one all-reduce from ``x`` to ``out`` on torch's current stream.
-      x, out: CUDA tensors of the message; the same one for a kernel that works in place.
+      call: launches one from ``x`` to ``outs`` on torch's current stream.
+      x, *outs: CUDA tensors of the message; the same one for a kernel that works in place.
+      layer: what ``call`` computes; its state begins with ``x``.
       bitwise: whether the sums are the oracle's bit for bit.
       check: raises what went wrong in the calls so far.
     """
@@ -103,19 +113,19 @@ class GraphRun:
         cell: Cell,
         call: Callable[[], Any],
         x: torch.Tensor,
-        out: torch.Tensor,
-        *,
+        *outs: torch.Tensor,
+        layer: Layer = ALL_REDUCE,
         bitwise: bool = False,
         check: Callable[[], None] = lambda: None,
     ) -> None:
-        self._cell, self._call, self._x, self._out = cell, call, x, out
-        self._bitwise, self._check = bitwise, check
+        self._cell, self._call, self._x, self._outs = cell, call, x, outs
+        self._layer, self._bitwise, self._check = layer, bitwise, check
         self._graph: Any = None
 
     def wrong(self) -> int:
-        one_call = dataclasses.replace(self._cell, calls=1, scale=1.0)
-        want, part = one_call.expected(), _to_torch(one_call.parts()[self._cell.rank])
-        in_place, wrong = self._x is self._out, 0
+        one_call = self._cell.one_call()
+        want, part = jax.tree.leaves(self._layer.expected(one_call)), _to_torch(one_call.parts()[self._cell.rank])
+        in_place, wrong = self._x is self._outs[0], 0
         # In place, the calls of a graph sum each other's sums.
         run = self._call if in_place or self._graph is None else self._graph.replay
         for _ in range(bench.CHECKED_CALLS):
@@ -125,7 +135,8 @@ class GraphRun:
             _barrier()
             run()
             _synchronize()
-            wrong += bench.wrong_elements(_to_numpy(self._out, self._cell.dtype), want, one_call, self._bitwise)
+            for out, wanted in zip(self._outs, want, strict=True):
+                wrong += bench.wrong_elements(_to_numpy(out, self._cell.dtype), wanted, one_call, self._bitwise)
         self._check()
         if in_place:
             self._x.zero_()  # sums of sums would overflow
@@ -202,24 +213,46 @@ def _synchronize() -> None:
 
 
 class JaxRun:
-    """A jitted program of `calls` calls in a row, and a short one for the check."""
+    """A jitted program of `calls` calls in a row, and a short one for the check.
 
-    def __init__(self, cell: Cell, all_reduce: Callable[[jax.Array], jax.Array], *, bitwise: bool = False) -> None:
-        self._cell, self._bitwise = cell, bitwise
-        self._checked = bench.compile_program(cell.checked(), all_reduce)
-        self._run = bench.compile_program(cell, all_reduce)
-        self._x = cell.place(cell.parts())
+    Args:
+      cell: the message. A ``scale`` of 1: no multiply, and zeros are summed, since sums of sums would overflow.
+      call: of the state and one turn of constants, on a rank.
+      layer: what ``call`` computes.
+      bitwise: whether it does so as the oracle, bit for bit.
+    """
+
+    def __init__(
+        self, cell: Cell, call: Callable[..., Any], *, layer: Layer = ALL_REDUCE, bitwise: bool = False
+    ) -> None:
+        self._cell, self._layer, self._bitwise = cell, layer, bitwise
+        self._check = layer.checked(cell)
+        self._checked = bench.compile_program(self._check, call, layer)
+        # Its result takes its operand's place, as a model's cache does: at new addresses XLA would update its graph.
+        self._run = bench.compile_program(cell, call, layer, donate=True)
+        state = layer.state(cell)
+        if layer is ALL_REDUCE and cell.scale == 1:
+            state = np.zeros_like(state)
+        self._state = jax.tree.map(cell.place, state)
+        self._constants = _placed_constants(layer, dataclasses.replace(cell, rows=1))
 
     def wrong(self) -> int:
-        return bench.count_wrong(self._cell.checked(), self._checked, self._bitwise)
+        runs = range(bench.CHECKED_CALLS // self._check.calls)
+        what = self._check, self._checked, self._bitwise, self._layer, self._constants
+        return sum(bench.count_wrong(*what) for _ in runs)
 
     def seconds(self) -> float:
-        x = jax.block_until_ready(self._run(self._x))  # takes up how much later the last rank starts
-        start = time.perf_counter()
-        for _ in range(REPLAYS):
-            x = self._run(x)
-        jax.block_until_ready(x)
-        return (time.perf_counter() - start) / (REPLAYS * self._cell.calls)
+        return bench.seconds_of(self._again, self._cell.replays) / self._cell.calls
+
+    def _again(self) -> Any:
+        self._state = self._run(self._state, self._constants)
+        return self._state
+
+
+@functools.lru_cache(maxsize=len(FUSED))
+def _placed_constants(layer: Layer, cell: Cell) -> bench.Constants:
+    """Once for all peers and rows: they may be large."""
+    return jax.tree.map(cell.place, layer.constants(cell))
 
 
 # ---- Ours --------------------------------------------------------------------------------------------------
@@ -238,9 +271,9 @@ def table_name(cell: Cell) -> str:
     return protocol.table_name(workspace._cuda.gpu.ranks_on_device, workspace._cuda.gpu.multicast)
 
 
-def _ours(cell: Cell, algorithm: str = "auto") -> Contender:
+def _ours(cell: Cell, algorithm: str = "auto", alone: bool = True) -> Contender:
     workspace = _workspace(cell.mesh, cell.most_rows, cell.width, cell.dtype)
-    return _ours_graph(cell, workspace, algorithm)
+    return _ours_graph(cell, workspace, algorithm, alone)
 
 
 def _hops(cell: Cell, algorithm: str) -> Contender:
@@ -249,7 +282,7 @@ def _hops(cell: Cell, algorithm: str) -> Contender:
     return _ours_graph(cell.one_chunk_each(), workspace, algorithm)
 
 
-def _ours_graph(cell: Cell, workspace: jax_twoshot.Workspace, algorithm: str) -> Contender:
+def _ours_graph(cell: Cell, workspace: jax_twoshot.Workspace, algorithm: str, alone: bool = True) -> Contender:
     import torch
 
     assert workspace._cuda is not None
@@ -257,24 +290,103 @@ def _ours_graph(cell: Cell, workspace: jax_twoshot.Workspace, algorithm: str) ->
 
     def call() -> None:
         stream = torch.cuda.current_stream().cuda_stream
-        native.launch(cell.ordinal, stream, cell.dtype, x.data_ptr(), out.data_ptr(), cell.bytes, algorithm, alone=True)
+        native.launch(cell.ordinal, stream, cell.dtype, x.data_ptr(), out.data_ptr(), cell.bytes, algorithm, alone)
 
     return GraphRun(cell, call, x, out, bitwise=True, check=workspace.check)
 
 
 def _ours_jax(cell: Cell) -> Contender:
+    return JaxRun(cell, _all_reduce(cell), bitwise=True)
+
+
+def _ours_replayed(cell: Cell) -> Contender:
+    return _ours_jax(dataclasses.replace(cell, scale=1.0))
+
+
+def _norm_graph(cell: Cell) -> Contender:
+    if cell.platform != "gpu":
+        raise ValueError("a CUDA graph needs NVIDIA GPUs")
+    import torch
+
     workspace = _workspace(cell.mesh, cell.most_rows, cell.width, cell.dtype)
-    return JaxRun(cell, lambda x: jax_twoshot.all_reduce(x, "tp", workspace=workspace), bitwise=True)
+    assert workspace._cuda is not None
+    kernel, grid, scalars = _fused.launch(workspace.handle, workspace.format, cell.rows, cell.width, fused.EPS)
+    found, native, tensors = cubin.find(kernel), workspace._cuda.native, _norm_tensors(cell)
+
+    def call() -> None:
+        native.launch_kernel(
+            cell.ordinal,
+            torch.cuda.current_stream().cuda_stream,
+            image=found.image,
+            symbol=found.symbol,
+            pdl=kernel.pdl,
+            grid=grid,
+            threads=kernel.threads,
+            ctas_per_sm=kernel.ctas_per_sm,
+            shared_memory=kernel.shared_memory,
+            addresses=[tensor.data_ptr() for tensor in tensors],
+            scalars=scalars,
+        )
+
+    x, _, _, *outs = tensors
+    return GraphRun(cell, call, x, *outs, layer=fused.RMS_NORM, bitwise=True, check=workspace.check)
+
+
+def _norm_tensors(cell: Cell) -> tuple[torch.Tensor, ...]:
+    """x, residual, weight, and for the results normalised and new residual."""
+    (_, residual), ((weight,),) = fused.RMS_NORM.state(cell), fused.RMS_NORM.constants(cell)
+    device = f"cuda:{cell.ordinal}"
+    constants = (_to_torch(array[cell.rank].copy()).to(device) for array in (residual, weight))
+    return _empty(cell), *constants, _empty(cell), _empty(cell)
+
+
+def _norm_jax(cell: Cell) -> Contender:
+    workspace = _workspace(cell.mesh, cell.most_rows, cell.width, cell.dtype)
+
+    def call(state: tuple[jax.Array, jax.Array], weight: jax.Array) -> tuple[jax.Array, jax.Array]:
+        x, residual = state
+        return jax_twoshot.all_reduce_rms_norm(x, residual, weight, "tp", eps=fused.EPS, workspace=workspace)
+
+    return JaxRun(cell, call, layer=fused.RMS_NORM, bitwise=True)
+
+
+def _norm_apart(cell: Cell, all_reduce: MakeAllReduce) -> Contender:
+    """XLA's residual add and norm after a sum."""
+    total = all_reduce(cell)
+    return JaxRun(cell, lambda s, weight: fused.norm_sum(total(s[0]), s[1], weight), layer=fused.RMS_NORM)
+
+
+def _matmul_jax(cell: Cell) -> Contender:
+    workspace = _workspace(cell.mesh, cell.most_rows, cell.width, cell.dtype)
+    ours = functools.partial(jax_twoshot.matmul_all_reduce, axis_name="tp", workspace=workspace)
+    return JaxRun(cell, fused.matmul_call(cell, ours), layer=fused.MATMUL, bitwise=True)
+
+
+def _matmul_apart(cell: Cell, all_reduce: MakeAllReduce) -> Contender:
+    """A sum after XLA's matmul."""
+    total = all_reduce(cell)
+    return JaxRun(cell, fused.matmul_call(cell, lambda a, w: total(a @ w)), layer=fused.MATMUL, bitwise=True)
+
+
+MakeAllReduce = Callable[[Cell], Callable[[jax.Array], jax.Array]]
+
+
+def _all_reduce(cell: Cell) -> Callable[[jax.Array], jax.Array]:
+    workspace = _workspace(cell.mesh, cell.most_rows, cell.width, cell.dtype)
+    return lambda x: jax_twoshot.all_reduce(x, "tp", workspace=workspace)
+
+
+def _psum(cell: Cell) -> Callable[[jax.Array], jax.Array]:
+    _refuse_shared_gpu(cell)
+    return lambda x: lax.psum(x, "tp")
 
 
 def _decode_ours(cell: Cell) -> Contender:
-    workspace = _workspace(cell.mesh, cell.most_rows, cell.width, cell.dtype)
-    return decode.DecodeRun(cell, lambda x: jax_twoshot.all_reduce(x, "tp", workspace=workspace), _gathered)
+    return decode.DecodeRun(cell, _all_reduce(cell), _gathered)
 
 
 def _decode_psum(cell: Cell) -> Contender:
-    _refuse_shared_gpu(cell)
-    return decode.DecodeRun(cell, lambda x: lax.psum(x, "tp"), _gathered)
+    return decode.DecodeRun(cell, _psum(cell), _gathered)
 
 
 def _decode_alone(cell: Cell) -> Contender:
@@ -298,8 +410,7 @@ def _refuse_shared_gpu(cell: Cell) -> None:
 
 
 def _psum_jax(cell: Cell) -> Contender:
-    _refuse_shared_gpu(cell)
-    return JaxRun(cell, lambda x: lax.psum(x, "tp"))
+    return JaxRun(cell, _psum(cell))
 
 
 def _pallas_jax(cell: Cell) -> Contender:
@@ -383,13 +494,32 @@ def _flashinfer_workspace(rank: int, tp: int, rows: int, width: int, fp32: bool)
     return pointers
 
 
-def _flashinfer(cell: Cell, one_shot: bool) -> Contender:
+def _flashinfer(cell: Cell, one_shot: bool, norm: bool = False) -> Contender:
     from flashinfer import comm
 
     if not one_shot and cell.rows <= cell.tp:
         raise ValueError("it needs more rows than ranks")
     fp32 = cell.dtype == "float32"
-    x, out = _empty(cell), _empty(cell)
+    if norm:
+        x, residual, weight, *outs = _norm_tensors(cell)
+        pattern, fusion = (
+            comm.AllReduceFusionPattern.kARResidualRMSNorm,
+            {
+                "allreduce_out": None,
+                "residual_in": residual,
+                "norm_out": outs[0],
+                "residual_out": outs[1],
+                "rms_gamma": weight,
+                "rms_eps": fused.EPS,
+            },
+        )
+    else:
+        x, *outs = _empty(cell), _empty(cell)
+        pattern, fusion = (
+            comm.AllReduceFusionPattern.kAllReduce,
+            dict.fromkeys(("residual_in", "norm_out", "residual_out", "rms_gamma", "rms_eps"))
+            | {"allreduce_out": outs[0]},
+        )
     call = functools.partial(
         comm.trtllm_allreduce_fusion,
         allreduce_in=x,
@@ -401,20 +531,15 @@ def _flashinfer(cell: Cell, one_shot: bool) -> Contender:
         launch_with_pdl=True,
         trigger_completion_at_end=True,  # as its own wrapper has it with PDL
         fp32_acc=True,
-        pattern_code=comm.AllReduceFusionPattern.kAllReduce,
+        pattern_code=pattern,
         use_oneshot=one_shot,
-        allreduce_out=out,
-        residual_in=None,
-        residual_out=None,
-        norm_out=None,
         quant_out=None,
         scale_out=None,
-        rms_gamma=None,
-        rms_eps=None,
         scale_factor=None,
         layout_code=None,
+        **fusion,
     )
-    return GraphRun(cell, call, x, out)
+    return GraphRun(cell, call, x, *outs, layer=fused.RMS_NORM if norm else ALL_REDUCE)
 
 
 def _flashinfer_mnnvl(cell: Cell) -> Contender:
@@ -433,6 +558,8 @@ OURS = "jax_twoshot"
 VARIANTS = ("ours, one-shot", "ours, two-shot")
 FLOORS = ("one hop", "two hops")
 NO_SUM = "without sums"
+REPLAYED = ("ours, grid as in JAX", "ours, XLA's graph")
+"""The same launches in a plain CUDA graph, and in the one that XLA replays for a program that does nothing else."""
 
 PEERS = (
     Peer(OURS, GRAPH, _ours),
@@ -441,6 +568,8 @@ PEERS = (
         for make, names in ((_ours, VARIANTS), (_hops, FLOORS))
         for name, algorithm in zip(names, ("one_shot", "two_shot"), strict=True)
     ),
+    Peer(REPLAYED[0], GRAPH, functools.partial(_ours, alone=False)),
+    Peer(REPLAYED[1], GRAPH, _ours_replayed),
     Peer("torch one-shot", GRAPH, _torch_one_shot),
     Peer("torch two-shot", GRAPH, _torch_two_shot),
     Peer("torch multimem", GRAPH, _torch_multimem),
@@ -455,5 +584,14 @@ PEERS = (
     Peer(OURS, DECODE, _decode_ours),
     Peer("psum", DECODE, _decode_psum),
     Peer(NO_SUM, DECODE, _decode_alone),
+    Peer(OURS, NORM_GRAPH, _norm_graph),
+    Peer("flashinfer one-shot", NORM_GRAPH, functools.partial(_flashinfer, one_shot=True, norm=True), COMPILE_SECONDS),
+    Peer("flashinfer two-shot", NORM_GRAPH, functools.partial(_flashinfer, one_shot=False, norm=True), COMPILE_SECONDS),
+    Peer(OURS, NORM_JAX, _norm_jax),
+    Peer("all_reduce + XLA", NORM_JAX, functools.partial(_norm_apart, all_reduce=_all_reduce)),
+    Peer("psum + XLA", NORM_JAX, functools.partial(_norm_apart, all_reduce=_psum)),
+    Peer(OURS, MATMUL_JAX, _matmul_jax),
+    Peer("XLA + all_reduce", MATMUL_JAX, functools.partial(_matmul_apart, all_reduce=_all_reduce)),
+    Peer("XLA + psum", MATMUL_JAX, functools.partial(_matmul_apart, all_reduce=_psum)),
 )
 """``FLOORS`` are ours on one 16-byte chunk a rank; the others' times are given as multiples of ``OURS``."""
