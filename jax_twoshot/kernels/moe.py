@@ -57,10 +57,13 @@ class MoeTail(AllReduceRmsNorm):
         inputs = Inputs(experts, index, scale, shared, rows, row_chunks, slots, top_k)
 
         launch.wait_for_predecessor(arguments)
+        words = inputs.combined(0, thread, arguments.format)  # in front of the control block: see all_reduce.py
         call = launch.begin(arguments, chunks, deferred=True)
         for chunk in range(thread, chunks, threads):
-            for part in range_constexpr(arguments.parts):
+            launch.push(call, chunk, words, 0)
+            for part in range_constexpr(1, arguments.parts):
                 launch.push(call, chunk, inputs.combined(part, chunk, arguments.format), part)
+            words = inputs.combined(0, chunk + threads, arguments.format)
         launch.rearm_previous(call, thread, threads)
         launch.settle(call)
         for number in range(thread, call.mine, threads):
@@ -85,7 +88,14 @@ class Inputs:
 
     @cute.jit
     def combined(self, part: int, chunk: Int32, format: Format) -> Chunk:
-        """A chunk of a rank's part (R11)."""
+        """A chunk of a rank's part (R11), zeros past the last."""
+        words = (Uint32(0),) * 4
+        if chunk < self.rows * self.row_chunks:
+            words = self.combined_inside(part, chunk, format)
+        return words
+
+    @cute.jit
+    def combined_inside(self, part: int, chunk: Int32, format: Format) -> Chunk:
         row = Int32(Uint32(chunk) // Uint32(self.row_chunks))
         column = chunk - row * self.row_chunks
         first_place = (part * self.rows + row) * self.top_k
