@@ -150,8 +150,9 @@ class Workspace:
         buffers on CUDA take about ``4 * rows * width`` elements, more where one-shot can carry much of such a message
         (`protocol.Layout.for_capacity`).
       dtype: BF16 (default), FP16 or FP32. The two 16-bit types may share a workspace.
-      generations: copies of the buffers: 2, or 3 for kernels in which each call re-arms what the call before it has
-        read (deferred re-arm). Such calls share no workspace with others, so ``all_reduce`` does not use one with 3.
+      generations: copies of the buffers: 2, or 3 for :func:`jax_twoshot.moe_tail` and for kernels of one's own in which
+        each call re-arms what the call before it has read (deferred re-arm). Such calls share no workspace with others,
+        so ``all_reduce`` does not use one with 3.
       owners: 1 for the stand-in of a group on a mesh of one device, with ``tp``: rank 0 owns every chunk, and slots 0
         to ``tp - 1`` of its own buffers are the ranks. A kernel that is called on it pushes every rank's part itself
         (``jax_twoshot.cutedsl.Arguments.parts``), so it can be tested and timed on one GPU, in one process.
