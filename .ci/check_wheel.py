@@ -21,7 +21,7 @@ def main(tps: list[int], archs: list[str]) -> None:
     os.environ.pop("JAX_TWOSHOT_CUBIN_PATH", None)
     with tempfile.TemporaryDirectory() as empty:
         os.environ["JAX_TWOSHOT_CACHE_DIR"] = empty
-        wanted = [*cubin.variants(archs, tps), *cubin.rms_norm_kernels(archs, tps)]
+        wanted = [*cubin.variants(archs, tps), *cubin.rms_norm_kernels(archs, tps), *cubin.moe_tail_kernels(archs, tps)]
         found = [cubin.find(kernel) for kernel in wanted]
     print(f"jax_twoshot {jax_twoshot.__version__} in {package}: {len(found)} kernels for {', '.join(archs)}")
 

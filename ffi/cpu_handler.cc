@@ -13,6 +13,7 @@
 
 #include "all_reduce_cpu.h"
 #include "mailbox_registry.h"
+#include "moe_combine.h"
 #include "rms_norm.h"
 #include "timeout.h"
 #include "typed_state.h"
@@ -247,6 +248,24 @@ ffi::Future ExecuteRmsNorm(ffi::RunId run, CallSite* call_site, ffi::AnyBuffer x
              std::move(norm));
 }
 
+// Waits for nobody: the sum that follows is a call of its own.
+ffi::Error ExecuteMoeCombine(ffi::AnyBuffer experts, ffi::Buffer<ffi::S32> index, ffi::Buffer<ffi::F32> scale,
+                             ffi::AnyBuffer shared, ffi::Result<ffi::AnyBuffer> part, std::string_view) {
+  const Arithmetic* arithmetic = ArithmeticOf(experts.element_type());
+  if (arithmetic == nullptr || experts.dimensions().size() != 2 || index.dimensions().size() == 0 ||
+      scale.element_count() != index.element_count() || shared.size_bytes() != part->size_bytes()) {
+    return ffi::Error::InvalidArgument("jax_twoshot: malformed custom call");
+  }
+  const int64_t slots = experts.dimensions()[0], width = experts.dimensions()[1], top_k = index.dimensions().back();
+  const int64_t rows = width == 0 ? 0 : static_cast<int64_t>(shared.element_count()) / width;
+  if (static_cast<int64_t>(index.element_count()) != rows * top_k) {
+    return ffi::Error::InvalidArgument("jax_twoshot: malformed custom call");
+  }
+  const Routing routing{index.typed_data(), scale.typed_data(), slots, top_k};
+  MoeCombine(*arithmetic, experts.untyped_data(), routing, shared.untyped_data(), part->untyped_data(), rows, width);
+  return ffi::Error::Success();
+}
+
 }  // namespace
 
 JAX_TWOSHOT_DEFINE_STATEFUL_HANDLER(JaxTwoshotCpuInstantiate, CallSite, "jax_twoshot_call_site", Instantiate,
@@ -277,5 +296,14 @@ JAX_TWOSHOT_DEFINE_STATEFUL_HANDLER(JaxTwoshotCpuRmsNormExecute, CallSite, "jax_
                                         .Ret<ffi::AnyBuffer>()
                                         .Ret<ffi::AnyBuffer>()
                                         .Attrs<RmsNormAttributes>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxTwoshotCpuMoeCombine, ExecuteMoeCombine,
+                              ffi::Ffi::Bind()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Attr<std::string_view>("version"));
 
 }  // namespace jax_twoshot

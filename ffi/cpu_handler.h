@@ -1,4 +1,5 @@
-// The XLA FFI custom calls "jax_twoshot_all_reduce" and "jax_twoshot_all_reduce_rms_norm" on the host platform.
+// The XLA FFI custom calls "jax_twoshot_all_reduce", "jax_twoshot_all_reduce_rms_norm" and "jax_twoshot_moe_combine" on
+// the host platform.
 #ifndef JAX_TWOSHOT_CPU_HANDLER_H_
 #define JAX_TWOSHOT_CPU_HANDLER_H_
 
@@ -23,6 +24,7 @@ XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxTwoshotCpuInstantiate);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxTwoshotCpuExecute);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxTwoshotCpuRmsNormInstantiate);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxTwoshotCpuRmsNormExecute);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxTwoshotCpuMoeCombine);
 
 }  // namespace jax_twoshot
 

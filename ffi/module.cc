@@ -112,6 +112,8 @@ NB_MODULE(_extension, module) {
   module.def("cpu_rms_norm_handlers", [] {
     return Stages(jax_twoshot::JaxTwoshotCpuRmsNormInstantiate, jax_twoshot::JaxTwoshotCpuRmsNormExecute);
   });
+  module.def("cpu_moe_combine_handler",
+             [] { return nb::capsule(reinterpret_cast<void*>(jax_twoshot::JaxTwoshotCpuMoeCombine)); });
   module.def("cuda_handlers",
              [] { return Stages(jax_twoshot::JaxTwoshotCudaInstantiate, jax_twoshot::JaxTwoshotCudaExecute); });
   module.def("cute_handlers",

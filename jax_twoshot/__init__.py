@@ -9,6 +9,7 @@ __all__ = [
     "all_reduce_rms_norm",
     "cute_call",
     "matmul_all_reduce",
+    "moe_tail",
     "replacing_psum",
 ]
 __version__ = "0.1.0"
@@ -20,6 +21,7 @@ try:
     from jax_twoshot._cute_call import CuteKernel, cute_call
     from jax_twoshot._fused import all_reduce_rms_norm
     from jax_twoshot._matmul import matmul_all_reduce
+    from jax_twoshot._moe import moe_tail
     from jax_twoshot._psum import replacing_psum
     from jax_twoshot.workspace import Workspace
 except (ImportError, ValueError) as error:

@@ -307,12 +307,12 @@ def _log_compiled(ctx, axes: tuple[str, ...], platform: str, workspace: workspac
     logger.debug("all_reduce of %s over %s compiled for %s, %s", operand, axes_text(axes), platform, where)
 
 
-def no_workspace(what: str, dtype: Any) -> ValueError:
-    """What a call on CUDA raises that has no buffers; ``what`` names it and its axes."""
+def no_workspace(what: str, dtype: Any, more: str = "") -> ValueError:
+    """What a call on CUDA raises that has no buffers; ``what`` names it and its axes, ``more`` arguments it needs."""
     return ValueError(
         f"{what}: on CUDA it needs a workspace made before the first call; none is open for these axes of this mesh "
         f"and dtype {dtype.name}. Make one on every process and keep it: "
-        "ws = jax_twoshot.Workspace(mesh, axis_name, rows=..., width=..., dtype=...)"
+        f"ws = jax_twoshot.Workspace(mesh, axis_name, rows=..., width=..., dtype=...{more})"
     )
 
 

@@ -25,6 +25,8 @@ TARGET = "jax_twoshot_all_reduce"
 """The all-reduce's custom call, one handler a platform."""
 RMS_NORM_TARGET = "jax_twoshot_all_reduce_rms_norm"
 """The same with a residual and a norm, on CPU."""
+COMBINE_TARGET = "jax_twoshot_moe_combine"
+"""What a rank puts into the sum of ``moe_tail``, on CPU."""
 CUTE_TARGET = "jax_twoshot_cute_call"
 """The custom call of a kernel that comes with it, on CUDA."""
 
@@ -168,6 +170,7 @@ def _check_mirror() -> None:
 def _register() -> None:
     jax.ffi.register_ffi_target(TARGET, _extension.cpu_handlers(), platform="cpu")
     jax.ffi.register_ffi_target(RMS_NORM_TARGET, _extension.cpu_rms_norm_handlers(), platform="cpu")
+    jax.ffi.register_ffi_target(COMBINE_TARGET, _extension.cpu_moe_combine_handler(), platform="cpu")
     jax.ffi.register_ffi_target(TARGET, _extension.cuda_handlers(), platform="CUDA")
     jax.ffi.register_ffi_target(CUTE_TARGET, _extension.cute_handlers(), platform="CUDA")
 

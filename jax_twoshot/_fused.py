@@ -65,9 +65,9 @@ def all_reduce_rms_norm(
     axes = _api.all_manual_axes(_NAME, axis_name)
     x, residual, weight = map(jnp.asarray, (x, residual, weight))
     fmt = _check_arrays(x, residual, weight)
-    _check_eps(eps)
+    check_eps(_NAME, eps)
     for name, array in (("residual", residual), ("weight", weight)):
-        _check_same_on_all_ranks(name, array, axes)
+        check_same_on_all_ranks(_NAME, name, array, axes)
     with jax.named_scope(f"jax_twoshot.{_NAME}"):
         if axes.tp == 1 or x.size == 0:
             new_residual = _api.all_reduce(x, axis_name) + residual
@@ -126,27 +126,33 @@ def _check_arrays(x: jax.Array, residual: jax.Array, weight: jax.Array) -> proto
             f"jax_twoshot.{_NAME}: x and residual must have one shape [..., width], and weight the shape [width]; got "
             f"{x.shape}, {residual.shape} and {weight.shape}"
         )
-    width, most = x.shape[-1], protocol.NORM_MAX_BLOCKS * protocol.NORM_THREADS * fmt.chunk
-    if width % fmt.chunk or width > most:
-        raise ValueError(
-            f"jax_twoshot.{_NAME}: the width of x must be a multiple of {fmt.chunk} and at most {most} for {fmt.name}, "
-            f"got {width}; use jax_twoshot.all_reduce and a norm of your own for other widths"
-        )
+    check_width(_NAME, "x", x.shape[-1], fmt)
     return fmt
 
 
-def _check_eps(eps: float) -> None:
+def check_width(function: str, name: str, width: int, fmt: protocol.Format) -> None:
+    """Refuses rows that no kernel can norm; ``name`` is the argument that has them."""
+    most = protocol.NORM_MAX_BLOCKS * protocol.NORM_THREADS * fmt.chunk
+    if width % fmt.chunk or width > most:
+        raise ValueError(
+            f"jax_twoshot.{function}: the width of {name} must be a multiple of {fmt.chunk} and at most {most} for "
+            f"{fmt.name}, got {width}; use jax_twoshot.all_reduce and a norm of your own for other widths"
+        )
+
+
+def check_eps(function: str, eps: float) -> None:
     number = isinstance(eps, (int, float, np.integer, np.floating)) and not isinstance(eps, bool)
     if not number or not 0 <= eps < math.inf:
-        raise ValueError(f"jax_twoshot.{_NAME}: eps must be a Python number from 0 up, such as 1e-6; got {eps!r}")
+        raise ValueError(f"jax_twoshot.{function}: eps must be a Python number from 0 up, such as 1e-6; got {eps!r}")
 
 
-def _check_same_on_all_ranks(name: str, array: jax.Array, axes: _api.Axes) -> None:
+def check_same_on_all_ranks(function: str, name: str, array: jax.Array, axes: _api.Axes) -> None:
     varying = sorted(_compat.varying(jax.typeof(array)) & set(axes.names))
     if varying:
         raise ValueError(
-            f"jax_twoshot.{_NAME}: {name} must be the same on all ranks, its type says that it varies over {varying}; "
-            "give it to jax.shard_map with an in_spec that does not name them, or take it from an all_reduce"
+            f"jax_twoshot.{function}: {name} must be the same on all ranks, its type says that it varies over "
+            f"{varying}; give it to jax.shard_map with an in_spec that does not name them, or take it from an "
+            "all_reduce"
         )
 
 
@@ -163,14 +169,19 @@ def _abstract_eval(x, residual, weight, rank, group, *, axes, tp, workspace, typ
     return [out, out]
 
 
-def _jvp(primals, tangents, *, eps, **params):
-    normalised, new_residual = all_reduce_rms_norm_p.bind(*primals, eps=eps, **params)
-    x_dot, residual_dot, weight_dot = map(ad.instantiate_zeros, tangents[:3])
-    new_residual_dot = _api.all_reduce_p.bind(x_dot, *primals[3:], algorithm="auto", **params) + residual_dot
+def _jvp(primals, dots, *, eps, **params):
+    results, dots = all_reduce_rms_norm_p.bind(*primals, eps=eps, **params), map(ad.instantiate_zeros, dots[:3])
+    return results, tangents(results[1], primals[2], dots, primals[3:], eps=eps, **params)
+
+
+def tangents(new_residual, weight, dots, place, *, eps, **params):
+    """Of the results, by the formula; ``dots`` are those of this rank's part of the sum, the residual, the weight."""
+    x_dot, residual_dot, weight_dot = dots
+    new_residual_dot = _api.all_reduce_p.bind(x_dot, *place, algorithm="auto", **params) + residual_dot
     _, normalised_dot = jax.jvp(
-        lambda h, w: rms_norm(h, w, eps), (new_residual, primals[2]), (new_residual_dot, weight_dot)
+        lambda h, w: rms_norm(h, w, eps), (new_residual, weight), (new_residual_dot, weight_dot)
     )
-    return [normalised, new_residual], [normalised_dot, new_residual_dot]
+    return [normalised_dot, new_residual_dot]
 
 
 def _batch(args, dims, **params):
@@ -189,7 +200,7 @@ ad.primitive_jvps[all_reduce_rms_norm_p] = _jvp
 batching.primitive_batchers[all_reduce_rms_norm_p] = _batch
 
 
-def _lower_cpu(ctx, x, residual, weight, rank, group, *, axes, tp, workspace, typed, eps):
+def lower_cpu(ctx, x, residual, weight, rank, group, *, axes, tp, workspace, typed, eps):
     attributes = _api.cpu_attributes(axes, tp, workspace)
     lower = jax.ffi.ffi_lowering(_ffi.RMS_NORM_TARGET)
     return lower(ctx, x, residual, weight, rank, group, eps=np.float32(eps), **attributes)
@@ -218,6 +229,17 @@ def _lower_cuda(ctx, x, residual, weight, rank, group, **params):
     )
 
 
+def grid_of_rows(gpu: workspace.Gpus, kernel: cubin.Kernel, rows: int, row_chunks: int) -> int:
+    """CTAs of a kernel that norms rows: one for each, or as many as have a chunk a thread, as far as R5 allows."""
+    most = protocol.most_ctas(gpu.ranks_on_device, gpu.sm_count, kernel.ctas_per_sm)
+    return min(max(rows, protocol.ceil_div(rows * row_chunks, kernel.threads)), most)
+
+
+def bits_of(eps: float) -> int:
+    """How a kernel is given ``eps``: as the bits of an FP32 number."""
+    return int(np.float32(eps).view(np.int32))
+
+
 def launch(
     workspace: workspace.Handle, fmt: protocol.Format, rows: int, width: int, eps: float
 ) -> tuple[cubin.Kernel, int, list[int]]:
@@ -228,9 +250,7 @@ def launch(
     (one,) = protocol.rounds(workspace.layout, chunks, one_shot_bytes=gpu.one_shot_bytes)
     blocks, _ = protocol.norm_blocks(row_chunks)
     kernel = cubin.rms_norm_kernel(workspace.layout.tp, fmt.name, gpu.multicast, gpu.arch, one.algorithm, blocks)
-    most_ctas = protocol.most_ctas(gpu.ranks_on_device, gpu.sm_count, kernel.ctas_per_sm)
-    grid = min(max(rows, protocol.ceil_div(chunks, kernel.threads)), most_ctas)
-    return kernel, grid, [rows, row_chunks, int(np.float32(eps).view(np.int32))]
+    return kernel, grid_of_rows(gpu, kernel, rows, row_chunks), [rows, row_chunks, bits_of(eps)]
 
 
 def _in_rounds(most_rows, params, x, residual, weight, *place):
@@ -251,5 +271,5 @@ def _lower_other(ctx, *operands, **_):
 
 
 mlir.register_lowering(all_reduce_rms_norm_p, _lower_other)
-mlir.register_lowering(all_reduce_rms_norm_p, _lower_cpu, platform="cpu")
+mlir.register_lowering(all_reduce_rms_norm_p, lower_cpu, platform="cpu")
 mlir.register_lowering(all_reduce_rms_norm_p, _lower_cuda, platform="cuda")

@@ -491,6 +491,28 @@ def rms_norm_kernel(
     )
 
 
+def moe_tail_kernel(
+    tp: int, format: str, multicast: bool, arch: str, blocks: int, *, owners: int | None = None
+) -> Kernel:
+    """The kernel of ``moe_tail`` for rows of ``blocks`` blocks (`protocol.norm_blocks`)."""
+    return Kernel(
+        source="jax_twoshot.kernels.moe",
+        class_name="MoeTail",
+        parameters=(("blocks", blocks),),
+        addresses=8,
+        scalars=5,
+        tp=tp,
+        owners=owners or tp,
+        format=format,
+        multicast=multicast,
+        deferred=True,
+        threads=NORM_THREADS,
+        ctas_per_sm=1,
+        shared_memory=0,
+        arch=arch,
+    )
+
+
 def matmul_kernel(tp: int, format: str, multicast: bool, arch: str, row_tiles: int) -> Kernel:
     """The kernel of ``matmul_all_reduce`` for ``row_tiles`` times 16 rows, one of `protocol.MATMUL_ROW_TILES`."""
     return Kernel(
@@ -520,6 +542,16 @@ def rms_norm_kernels(archs: Iterable[str], tps: Iterable[int] = TP) -> list[Kern
     ]
 
 
+def moe_tail_kernels(archs: Iterable[str], tps: Iterable[int] = TP) -> list[Kernel]:
+    """Every kernel of ``moe_tail`` for these targets and group sizes."""
+    return [
+        moe_tail_kernel(v.tp, v.format, v.multicast, v.arch, blocks)
+        for v in variants(archs, tps)
+        if v.algorithm == "two_shot"
+        for blocks in range(1, NORM_MAX_BLOCKS + 1)
+    ]
+
+
 def matmul_kernels(archs: Iterable[str], tps: Iterable[int] = TP) -> list[Kernel]:
     """Every kernel of ``matmul_all_reduce`` for these targets and group sizes."""
     return [
@@ -543,7 +575,11 @@ def compile_all(
       CubinError: the compiler is not installed.
       ValueError: an unknown target.
     """
-    todo: list[Entry] = [*variants(archs, tps), *rms_norm_kernels(archs, tps), *matmul_kernels(archs, tps)]
+    todo: list[Entry] = [
+        kernel
+        for kind in (variants, rms_norm_kernels, moe_tail_kernels, matmul_kernels)
+        for kernel in kind(archs, tps)
+    ]
     return compile_into(todo, out_dir, progress)
 
 

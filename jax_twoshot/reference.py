@@ -1,4 +1,4 @@
-"""What every rank must end with, in NumPy: the oracle of R1, R3 and R10 for tests, ``selftest`` and ``bench``."""
+"""What every rank must end with, in NumPy: the oracle of R1, R3, R10 and R11 for tests, ``selftest`` and ``bench``."""
 
 from __future__ import annotations
 
@@ -41,6 +41,50 @@ def all_reduce_rms_norm(
     with np.errstate(all="ignore"):
         new_residual = _round(_sum(parts) + residual.astype(np.float32), parts.dtype)
     return rms_norm(new_residual, weight, eps), new_residual
+
+
+def moe_tail(
+    experts: np.ndarray,
+    index: np.ndarray,
+    scale: np.ndarray,
+    shared: np.ndarray,
+    residual: np.ndarray,
+    weight: np.ndarray,
+    eps: float,
+) -> tuple[np.ndarray, np.ndarray]:
+    """What ``jax_twoshot.moe_tail`` gives every rank, bit for bit.
+
+    Args:
+      experts: ``[TP, slots, width]`` array of BF16, FP16 or FP32; ``experts[r]`` is rank ``r``'s, and so are
+        ``index[r]``, ``scale[r]`` and ``shared[r]``.
+      index: ``[TP, ..., k]`` integers.
+      scale: ``[TP, ..., k]`` array of FP32.
+      shared: ``[TP, ..., width]`` array of the dtype of ``experts``.
+      residual: ``[..., width]`` array of the same dtype.
+      weight: ``[width]`` array of the same dtype.
+      eps: added to the mean square, as an FP32 number.
+
+    Returns:
+      `all_reduce_rms_norm` of what `moe_combine` makes of each rank's: ``(normalised, new_residual)``.
+    """
+    parts = np.stack([moe_combine(*each) for each in zip(experts, index, scale, shared, strict=True)])
+    return all_reduce_rms_norm(parts, residual, weight, eps)
+
+
+def moe_combine(experts: np.ndarray, index: np.ndarray, scale: np.ndarray, shared: np.ndarray) -> np.ndarray:
+    """A rank's part of ``moe_tail``'s sum, ``[..., width]``, with every rounding fixed (R11).
+
+    From +0.0 up, in FP32, each operation rounded to nearest even: ``scale[..., i] * experts[index[..., i]]`` for each
+    ``i`` whose index is a row of ``experts``, then ``shared``; the result is rounded as a sum is (R3).
+    """
+    total = np.zeros(shared.shape, np.float32)
+    with np.errstate(all="ignore"):
+        for choice in range(index.shape[-1]):
+            row, factor = index[..., choice], scale[..., choice, None]
+            here = (row >= 0) & (row < len(experts))
+            term = factor * experts[np.where(here, row, 0)].astype(np.float32)
+            total = np.where(here[..., None], total + term, total)
+        return _round(total + shared.astype(np.float32), shared.dtype)
 
 
 def rms_norm(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:

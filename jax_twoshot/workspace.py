@@ -150,8 +150,9 @@ class Workspace:
         buffers on CUDA take about ``4 * rows * width`` elements, more where one-shot can carry much of such a message
         (`protocol.Layout.for_capacity`).
       dtype: BF16 (default), FP16 or FP32. The two 16-bit types may share a workspace.
-      generations: copies of the buffers: 2, or 3 for kernels in which each call re-arms what the call before it has
-        read (deferred re-arm). Such calls share no workspace with others, so ``all_reduce`` does not use one with 3.
+      generations: copies of the buffers: 2, or 3 for :func:`jax_twoshot.moe_tail` and for kernels of one's own in which
+        each call re-arms what the call before it has read (deferred re-arm). Such calls share no workspace with others,
+        so ``all_reduce`` does not use one with 3.
       owners: 1 for the stand-in of a group on a mesh of one device, with ``tp``: rank 0 owns every chunk, and slots 0
         to ``tp - 1`` of its own buffers are the ranks. A kernel that is called on it pushes every rank's part itself
         (``jax_twoshot.cutedsl.Arguments.parts``), so it can be tested and timed on one GPU, in one process.
@@ -358,7 +359,9 @@ class Workspace:
             f"dtype={self.format.name}, {state})"
         )
 
-    def _mismatch(self, axes: tuple[str, ...], sizes: Mapping[str, int], fmt: protocol.Format) -> str | None:
+    def _mismatch(
+        self, axes: tuple[str, ...], sizes: Mapping[str, int], fmt: protocol.Format, deferred: bool
+    ) -> str | None:
         """Why this workspace cannot serve such a call, or None."""
         if dict(self.mesh.shape) != dict(sizes):
             return f"it was made for the mesh {dict(self.mesh.shape)}, the shard_map's is {dict(sizes)}"
@@ -366,7 +369,12 @@ class Workspace:
             return f"it was made for the axes {self.axis_names}, the call sums over {axes}"
         if self.format.sentinel != fmt.sentinel:
             return f"it is armed for {self.format.name}, x is {fmt.name}"
-        if self.handle.deferred:
+        if deferred and not self.handle.deferred:
+            return (
+                "it has 2 generations, and the call leaves it to the next one to re-arm what it has read, for which "
+                "three are needed (generations=3)"
+            )
+        if self.handle.deferred and not deferred:
             return (
                 "it has 3 generations, for kernels that re-arm what the call before has read, and the call is none of "
                 "these"
@@ -578,23 +586,28 @@ _open: weakref.WeakValueDictionary[int, Workspace] = weakref.WeakValueDictionary
 
 
 def resolve(
-    given: Workspace | None, axes: tuple[str, ...], sizes: Mapping[str, int], fmt: protocol.Format
+    given: Workspace | None,
+    axes: tuple[str, ...],
+    sizes: Mapping[str, int],
+    fmt: protocol.Format,
+    *,
+    deferred: bool = False,
 ) -> Handle | None:
     """The workspace of a call over ``axes`` of a mesh of ``sizes``: the given one, else the newest open one that
-    fits, else None.
+    fits, else None. A ``deferred`` call leaves re-arming to the next one.
 
     Raises:
       TypeError: ``given`` is no workspace.
       ValueError: the given one is closed or does not fit.
     """
     if given is None:
-        fitting = [w for _, w in sorted(_open.items()) if w._mismatch(axes, sizes, fmt) is None]
+        fitting = [w for _, w in sorted(_open.items()) if w._mismatch(axes, sizes, fmt, deferred) is None]
         return fitting[-1].handle if fitting else None
     if not isinstance(given, Workspace):
         raise TypeError(f"all_reduce: workspace must be a jax_twoshot.Workspace, got {type(given).__name__}")
     if given.closed:
         raise ValueError(f"all_reduce: workspace is closed ({given}); make a new one, and close it after its last use")
-    reason = given._mismatch(axes, sizes, fmt)
+    reason = given._mismatch(axes, sizes, fmt, deferred)
     if reason is not None:
         raise ValueError(f"all_reduce: workspace does not fit this call: {reason}; make one that does")
     return given.handle

@@ -33,9 +33,9 @@ def cpu_mesh(*sizes: int, names: Sequence[str] = ("tp",), first: int = 0) -> Mes
 
 
 @contextmanager
-def workspace_as_on_two_gpus() -> Iterator[jax_twoshot.Workspace]:
+def workspace_as_on_two_gpus(generations: int = 2) -> Iterator[jax_twoshot.Workspace]:
     """A workspace on CPU that says what one on a mesh of two GPUs would: for lowering, without a GPU."""
-    with jax_twoshot.Workspace(cpu_mesh(2), "tp", rows=64, width=4096) as workspace:
+    with jax_twoshot.Workspace(cpu_mesh(2), "tp", rows=64, width=4096, generations=generations) as workspace:
         workspace.handle = replace(workspace.handle, gpu=Gpus("sm_90a", False, 1, 132, 1 << 17))
         yield workspace
 

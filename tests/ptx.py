@@ -1,11 +1,12 @@
 """Runs a kernel's PTX in Python: all threads of all ranks, interleaved at random, without a GPU.
 
-Only what the all-reduce's kernels use. Memory is sequentially consistent and clocks stand still. A thread may be held
-up at every turn of a loop, at a barrier, and now and then after a store that a peer polls.
+Only what the library's kernels use, without the matrix products. Memory is sequentially consistent and clocks stand
+still. A thread may be held up at every turn of a loop, at a barrier, and now and then after a store that a peer polls.
 """
 
 from __future__ import annotations
 
+import functools
 import random
 import re
 import struct
@@ -19,8 +20,8 @@ TURNS = 100_000
 """After so many a run hangs."""
 
 Thread = Generator[bool, None, None]
-Kernel = Callable[["Memory", Sequence[int], int, int, int], Thread]
-"""Memory, parameters, thread of the CTA, CTA, CTAs; yields whether it is at a barrier."""
+Kernel = Callable[["Memory", "Cta", Sequence[int], int, int, int], Thread]
+"""Memory, what the CTA shares, parameters, thread of the CTA, CTA, CTAs; yields whether it is at a barrier."""
 
 
 @dataclass
@@ -79,13 +80,41 @@ class Memory:
         return address
 
 
+class Cta:
+    """What the threads of a CTA share: words of memory, and what the lanes of its warps shuffle."""
+
+    WARP = 32
+
+    def __init__(self, threads: int) -> None:
+        self._words: dict[int, int] = {}
+        self._offers: list[list[int]] = [[] for _ in range(threads)]
+
+    def load(self, address: int) -> int:
+        return self._words[address]
+
+    def store(self, address: int, word: int) -> None:
+        assert address % 4 == 0
+        self._words[address] = word
+
+    def offer(self, thread: int, word: int) -> None:
+        self._offers[thread].append(word)
+
+    def all_offered(self, thread: int) -> bool:
+        """Whether every lane of the warp has come to the shuffle at which ``thread`` is."""
+        first = thread // self.WARP * self.WARP
+        return min(map(len, self._offers[first : first + self.WARP])) >= len(self._offers[thread])
+
+    def take(self, thread: int, mask: int) -> int:
+        return self._offers[thread ^ mask][len(self._offers[thread]) - 1]
+
+
 # ---- From PTX to Python ------------------------------------------------------------------------------------
 
 
 def compile_ptx(text: str) -> Kernel:
     """The only entry of ``text`` as a Python generator: a jump is an assignment to ``block``."""
     blocks, labels = _blocks(text[text.index("{", text.index(".entry")) + 1 :])
-    lines = ["def kernel(memory, parameters, tid, ctaid, nctaid):", " block = 0", " while True:"]
+    lines = ["def kernel(memory, cta, parameters, tid, ctaid, nctaid):", " block = 0", " while True:"]
     for number, block in enumerate(blocks):
         lines.append(f"  if block == {number}:")
         for line in block:
@@ -99,7 +128,7 @@ def compile_ptx(text: str) -> Kernel:
                 lines.append("   continue")
         if not block or not re.search(r"\b(bra|ret)\b", block[-1]):
             lines.append(f"   block = {number + 1}")
-    scope = {"float_add": _float_add, "to_bf16": _to_bf16, "signed": _signed, "hold": _hold}
+    scope = {"floats": _floats, "to_bf16": _to_bf16, "signed": _signed, "hold": _hold, "np": np}
     exec("\n".join(lines), scope)
     return scope["kernel"]
 
@@ -134,6 +163,8 @@ def _split(instruction: str) -> list[str]:
 
 def _name(operand: str) -> str:
     operand = operand.strip()
+    if re.fullmatch(r"0f[0-9a-fA-F]{8}", operand):
+        return str(int(operand[2:], 16))
     if re.fullmatch(r"-?(0x[0-9a-fA-F]+|\d+)", operand):
         return str(int(operand, 0))
     return operand.removeprefix("%").removesuffix(".x").replace(".", "_")
@@ -149,6 +180,7 @@ def _address(operand: str) -> str:
 
 _COMPARE = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 _LOGIC = {"and": "and", "or": "or", "xor": "!="}
+_FLOATS = {"add": "np.add", "mul": "np.multiply", "div": "np.divide", "sqrt": "np.sqrt"}
 _ARITHMETIC = {"add": "+", "sub": "-", "and": "&", "or": "|", "shl": "<<"}
 
 
@@ -168,6 +200,10 @@ def _code(operation: str, operands: list[str], labels: dict[str, int]) -> list[s
             return []
         case "ld" | "st" | "multimem" | "atom" | "red":
             return _memory_code(kind, parts, operands)
+        case "shfl":
+            into, word, mask, *_ = map(_name, operands)
+            wait = "while not cta.all_offered(tid): yield False"
+            return [f"cta.offer(tid, {word})", wait, f"{into} = cta.take(tid, {mask})"]
     type_ = parts[-1]
     if type_ == "pred":
         a, *b = map(_name, operands[1:])
@@ -191,12 +227,18 @@ def _code(operation: str, operands: list[str], labels: dict[str, int]) -> list[s
     match kind, parts:
         case "setp", [compare, _]:
             return [f"{into} = {signed[0]} {_COMPARE[compare]} {signed[1]}"]
-        case "add", ["f32"]:
-            return [f"{into} = float_add({values[0]}, {values[1]})"]
+        case ("add" | "mul" | "div" | "sqrt"), (["f32"] | ["rn", "f32"]):
+            return [f"{into} = floats({_FLOATS[kind]}, {', '.join(values)})"]
+        case "cvt", ["rn", "f32", "s32"]:
+            return [f"{into} = int(np.float32({signed[0]}).view(np.uint32))"]
         case "cvt", ["rn", "bf16x2", "f32"]:
             return [f"{into} = to_bf16({values[0]}) << 16 | to_bf16({values[1]})"]
         case "cvt", [to, _]:
             return [f"{into} = {signed[0]} & {(1 << int(to[1:])) - 1}"]
+        case "mov", _ if "shmem" in operands[1]:
+            value = "0"
+        case "abs", _:
+            value = f"abs({signed[0]})"
         case "mov", _:
             value = signed[0]
         case "selp", _:
@@ -205,6 +247,8 @@ def _code(operation: str, operands: list[str], labels: dict[str, int]) -> list[s
             value = f"({signed[0]} >> {values[1]})"
         case "div", _:
             value = f"({signed[0]} // {signed[1]} if {signed[1]} else -1)"
+        case "rem", _:
+            value = f"({signed[0]} % {signed[1]})"
         case ("min" | "max"), _:
             value = f"{kind}({signed[0]}, {signed[1]})"
         case ("mul" | "mad"), [which, _]:
@@ -220,6 +264,9 @@ def _memory_code(kind: str, parts: list[str], operands: list[str]) -> list[str]:
     polled = ["hold() and (yield False)"] if parts[:2] == ["relaxed", "sys"] else []
     if kind == "ld" and parts[0] == "param":
         return [f"{_name(operands[0])} = parameters[{re.search(r'param_([0-9]+)', operands[1])[1]}]"]
+    if parts[0] == "shared":
+        load, place = kind == "ld", _address(operands[kind == "ld"])
+        return [f"{_name(operands[0])} = cta.load({place})" if load else f"cta.store({place}, {_name(operands[1])})"]
     size = int(parts[-1].lstrip("busf")) // 8 if kind != "multimem" else 4
     if kind == "ld" and "v4" in parts:
         return [f"{_words(operands[0])} = memory.load4({_address(operands[1])})"]
@@ -242,10 +289,12 @@ def _signed(value: int, width: int) -> int:
     return value - (1 << width) if value >> width - 1 else value
 
 
-def _float_add(a: int, b: int) -> int:
+@functools.lru_cache(1 << 16)  # threads beyond the end of a row all do the same
+def _floats(operation: Callable, *bits: int) -> int:
+    """An operation on FP32 numbers, rounded to nearest even; a NaN is the one that hardware makes."""
     with np.errstate(all="ignore"):
-        total = np.uint32(a).view(np.float32) + np.uint32(b).view(np.float32)
-    return 0x7FFF_FFFF if np.isnan(total) else int(total.view(np.uint32))
+        result = operation(*(np.uint32(b).view(np.float32) for b in bits))
+    return 0x7FFF_FFFF if np.isnan(result) else int(result.view(np.uint32))
 
 
 def _to_bf16(bits: int) -> int:
@@ -271,13 +320,15 @@ class Launch:
     kernel: Kernel
     parameters: list[int]
     ctas: int
+    threads: int = THREADS
 
 
 class _Running:
     def __init__(self, memory: Memory, launch: Launch) -> None:
+        threads = range(launch.threads)
         self.ctas = [
-            dict(enumerate(launch.kernel(memory, launch.parameters, tid, cta, launch.ctas) for tid in range(THREADS)))
-            for cta in range(launch.ctas)
+            dict(enumerate(launch.kernel(memory, shared, launch.parameters, tid, cta, launch.ctas) for tid in threads))
+            for cta, shared in enumerate(Cta(launch.threads) for _ in range(launch.ctas))
         ]
         self.at_barrier: list[set[int]] = [set() for _ in self.ctas]
 

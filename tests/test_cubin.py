@@ -370,23 +370,26 @@ def test_compiling_without_a_compiler(no_compiler):
 def test_compile_all(compiles, monkeypatch, tmp_path, capsys):
     norms = cubin.rms_norm_kernels(["sm_90a"], (2,))
     assert len(norms) == 12 * 4
+    tails = cubin.moe_tail_kernels(["sm_90a"], (2,))
+    assert len(tails) == 6 * 4
     matmuls = cubin.matmul_kernels(["sm_90a"], (2,))
     assert len(matmuls) == 4 * 3
     monkeypatch.setattr(cubin, "rms_norm_kernels", lambda archs, tps: norms[:1])
+    monkeypatch.setattr(cubin, "moe_tail_kernels", lambda archs, tps: tails[:1])
     monkeypatch.setattr(cubin, "matmul_kernels", lambda archs, tps: matmuls[:1])
     out = tmp_path / "a" / "b"
     done = cubin.compile_all(["sm_90a", "sm_80"], out, cubin.print_progress, (2,))
-    assert len(done) == 20
+    assert len(done) == 21
     assert {path.name for path in out.iterdir()} == {
         f"{variant.name}{suffix}"
-        for variant in (*cubin.variants(["sm_90a", "sm_80"], (2,)), norms[0], matmuls[0])
+        for variant in (*cubin.variants(["sm_90a", "sm_80"], (2,)), norms[0], tails[0], matmuls[0])
         for suffix in (".cubin", ".json")
     }
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == [f"[{number}/20]" for number in range(1, 21)]
+    assert [line.split()[0] for line in lines] == [f"[{number}/21]" for number in range(1, 22)]
     monkeypatch.setenv("JAX_TWOSHOT_CUBIN_PATH", str(out))
     assert find(VARIANT) in done
-    assert len(compiles) == 20
+    assert len(compiles) == 21
 
 
 def test_compile_all_for_an_unknown_target(compiles, tmp_path):

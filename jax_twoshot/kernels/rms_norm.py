@@ -55,7 +55,6 @@ class AllReduceRmsNorm:
         thread, threads = cta * NORM_THREADS + lane, ctas * NORM_THREADS
         chunks = rows * row_chunks
         part_bytes = Int64(chunks) * CHUNK_BYTES
-        partials = cute.make_tensor(cute.arch.alloc_smem(Float32, 2 * WARPS), cute.make_layout(2 * WARPS))
 
         launch.wait_for_predecessor(arguments)
         words = load(x, thread, thread < chunks)
@@ -72,18 +71,36 @@ class AllReduceRmsNorm:
                 self.reduce(call, index, residual)
         before = launch.arrive(call)
 
+        self.norm_rows(call, rows, row_chunks, residual, weight, normalised, new_residual, eps)
+        launch.advance(call, before)
+
+    @cute.jit
+    def norm_rows(
+        self,
+        call: Call,
+        rows: Int32,
+        row_chunks: Int32,
+        residual: Int64,
+        weight: Int64,
+        normalised: Int64,
+        new_residual: Int64,
+        eps: Int32,
+    ) -> None:
+        """Collects and norms the rows, one after the other in each CTA."""
+        format, lane = call.buffers.format, cute.arch.thread_idx()[0]
+        cta, ctas = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
+        partials = cute.make_tensor(cute.arch.alloc_smem(Float32, 2 * WARPS), cute.make_layout(2 * WARPS))
         part = Part.of(self.blocks, row_chunks, lane)
         weights = part.load(weight, Int32(0))
         for row in range(cta, rows, ctas):
             start = row * row_chunks
-            words_of_row = self.take(call, part, start, residual)
-            part.store(new_residual, start, words_of_row)
+            words = self.take(call, part, start, residual)
+            part.store(new_residual, start, words)
             # Two sets of partial sums, in turn: one barrier a row is then enough.
             own = cute.make_tensor(partials.iterator + row // ctas % 2 * WARPS, cute.make_layout(WARPS))
-            total = sum_over_cta(square_sum(words_of_row, arguments.format), own, lane)
-            scale = inverse_root_of_mean(total, row_chunks * arguments.format.chunk, eps)
-            part.store(normalised, start, scaled(words_of_row, scale, weights, arguments.format))
-        launch.advance(call, before)
+            total = sum_over_cta(square_sum(words, format), own, lane)
+            scale = inverse_root_of_mean(total, row_chunks * format.chunk, eps)
+            part.store(normalised, start, scaled(words, scale, weights, format))
 
     @cute.jit
     def push(self, call: Call, chunk: Int32, words: Chunk, part: int) -> None:

@@ -56,6 +56,11 @@ SOAK_CHAIN_SHAPES = ((1, 2880), (2, 7168), (1, 577))
 WORKSPACES = 200
 FUSED_SHAPES = ((1, 7168), (6, 7168), (3, 576), (64, 7168), (2, 4096), (12, 2880), (31, 4096), (1, 16384), (70, 7168))
 """The last is larger than the workspace."""
+MOE_SHAPES = (
+    *((1, 7168, 8), (6, 7168, 8), (3, 576, 2), (64, 7168, 8), (2, 4096, 4), (12, 2880, 4), (31, 4096, 6)),
+    *((1, 16384, 9), (70, 2880, 1), (70, 7168, 8)),
+)
+"""Rows, width, experts of a token; the last is larger than the workspace."""
 MATMUL_SHAPES = ((1, 896, 7168), (3, 64, 576), (16, 128, 4096), (17, 96, 2880), (33, 256, 1024), (64, 320, 7168))
 """Rows, K, width."""
 LAYERS = 24
@@ -332,30 +337,114 @@ def profile(job: Job) -> dict[str, Any]:
 
 
 def rms_norm(job: Job) -> dict[str, Any]:
-    """``all_reduce_rms_norm``: sizes that walk, and layers that follow each other, unrolled and in ``lax.scan``."""
-    random, tally = np.random.default_rng(12), Tally()
+    """``all_reduce_rms_norm``: see `_check_layers`."""
+    random, tp = np.random.default_rng(12), job.tp
+
+    def draw(rows: int, width: int) -> tuple[np.ndarray, ...]:
+        residual, weight = values(random, rows, width), values(random, width)
+        return values(random, tp, rows, width), *_on_each(tp, residual, weight)
+
+    def oracle(x: np.ndarray, residual: np.ndarray, weight: np.ndarray) -> tuple[np.ndarray, ...]:
+        return reference.all_reduce_rms_norm(x, residual[0], weight[0], EPS)
+
     with jax_twoshot.Workspace(job.mesh, "tp", rows=64, width=7168) as workspace:
 
         def call(x: jax.Array, residual: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
             return jax_twoshot.all_reduce_rms_norm(x, residual, weight, "tp", eps=EPS, workspace=workspace)
 
-        programs = [_compiled(job, call, shape) for shape in FUSED_SHAPES]
-        for run in range(job.runs(30)):
-            given = [_operands(random, job.tp, shape) for shape in FUSED_SHAPES]
-            wants = [reference.all_reduce_rms_norm(*each, EPS) for each in given]
-            labels = [f"run {run} of {shape}" for shape in FUSED_SHAPES]
-            _run_undisturbed(job, random, tally, labels, programs, given, wants)
-        _run_layers(job, call, random, tally)
-        return tally.result()
+        return _check_layers(job, random, call, oracle, draw, FUSED_SHAPES, SHAPE, runs=30)
 
 
-def _operands(random: np.random.Generator, tp: int, shape: tuple[int, ...]) -> tuple[np.ndarray, ...]:
-    return values(random, tp, *shape), values(random, *shape), values(random, shape[-1])
+def moe_tail(job: Job) -> dict[str, Any]:
+    """``moe_tail``, a fifth of the experts on no rank: see `_check_layers`."""
+    random, tp = np.random.default_rng(14), job.tp
+
+    def draw(rows: int, width: int, k: int) -> tuple[np.ndarray, ...]:
+        slots = 1 + rows * k // 2
+        index = random.integers(-(slots // 4) - 1, slots, (tp, rows, k)).astype(np.int32)
+        routed = values(random, tp, slots, width), index, random.random(index.shape, np.float32)
+        residual, weight = values(random, rows, width), values(random, width)
+        return values(random, tp, rows, width), *_on_each(tp, residual, weight), *routed
+
+    def oracle(shared: np.ndarray, residual: np.ndarray, weight: np.ndarray, *routed: np.ndarray) -> Any:
+        return reference.moe_tail(*routed, shared, residual[0], weight[0], EPS)
+
+    with jax_twoshot.Workspace(job.mesh, "tp", rows=64, width=7168, generations=3) as workspace:
+
+        def call(shared: jax.Array, residual: jax.Array, weight: jax.Array, *routed: jax.Array) -> Any:
+            return jax_twoshot.moe_tail(*routed, shared, residual, weight, "tp", eps=EPS, workspace=workspace)
+
+        return _check_layers(job, random, call, oracle, draw, MOE_SHAPES, (*SHAPE, 4), runs=12)
 
 
-def _compiled(job: Job, call: Callable, shape: tuple[int, ...]) -> Callable:
-    shapes = (shape, shape, shape[-1:])
-    return job.program(call).lower(*(job.shape(each, BF16) for each in shapes)).compile()
+def _on_each(tp: int, *arrays: np.ndarray) -> list[np.ndarray]:
+    """The same on each rank."""
+    return [np.broadcast_to(array, (tp, *array.shape)) for array in arrays]
+
+
+def _check_layers(
+    job: Job,
+    random: np.random.Generator,
+    call: Callable,
+    oracle: Callable,
+    draw: Callable,
+    shapes: Sequence[tuple[int, ...]],
+    layer_shape: tuple[int, ...],
+    runs: int,
+) -> dict[str, Any]:
+    """Sizes that walk, then layers that follow each other, unrolled and in ``lax.scan``, a rank late now and then.
+
+    Args:
+      job: the ranks.
+      random: the same on all processes.
+      call: of a layer: what it sums, the residual, and more; gives the normalised rows and the new residual.
+      oracle: the same of every rank's operands, ``[TP, ...]`` each.
+      draw: such operands of a shape.
+      shapes: of the sizes.
+      layer_shape: of the layers.
+      runs: of the sizes.
+    """
+    tally = Tally()
+    programs = [_compiled(job, call, draw(*shape)) for shape in shapes]
+    for run in range(job.runs(runs)):
+        given = [draw(*shape) for shape in shapes]
+        labels = [f"run {run} of {shape}" for shape in shapes]
+        _run_undisturbed(job, random, tally, labels, programs, given, [oracle(*each) for each in given])
+
+    def layer(carry: tuple[jax.Array, ...], more: tuple[jax.Array, ...]) -> Any:
+        y, residual = call(*carry, *more)
+        return (feed(y, carry[0]), residual), (y, residual)
+
+    def unrolled(x: jax.Array, residual: jax.Array, *more: jax.Array) -> Any:
+        carry, results = (x, residual), []
+        for _ in range(LAYERS):
+            carry, result = layer(carry, more)
+            results.append(result)
+        return tuple(jnp.stack(each) for each in zip(*results, strict=True))
+
+    def scanned(x: jax.Array, residual: jax.Array, *more: jax.Array) -> Any:
+        return lax.scan(lambda carry, _: layer(carry, more), (x, residual), length=LAYERS)[1]
+
+    programs = [_compiled(job, layers, draw(*layer_shape)) for layers in (unrolled, scanned)]
+    for run in range(job.runs(30)):
+        given = draw(*layer_shape)
+        labels = [f"{name}, run {run}" for name in ("unrolled", "scan")]
+        _run_undisturbed(job, random, tally, labels, programs, [given] * 2, [_layers(oracle, *given)] * 2)
+    return tally.result()
+
+
+def _layers(oracle: Callable, x: np.ndarray, residual: np.ndarray, *more: np.ndarray) -> list[np.ndarray]:
+    scale = np.where(np.arange(len(x)) % 2 == 0, 0.5, -0.25).astype(x.dtype).reshape(-1, 1, 1)
+    results = []
+    for _ in range(LAYERS):
+        results.append(oracle(x, residual, *more))
+        y, new_residual = results[-1]
+        x, (residual,) = y * scale + x, _on_each(len(x), new_residual)
+    return [np.stack(each) for each in zip(*results, strict=True)]
+
+
+def _compiled(job: Job, call: Callable, given: Sequence[np.ndarray]) -> Callable:
+    return job.program(call).lower(*(job.shape(a.shape[1:], a.dtype) for a in given)).compile()
 
 
 def _run_undisturbed(
@@ -369,7 +458,7 @@ def _run_undisturbed(
 ) -> None:
     """Calls that follow each other, a rank late at one of them. No rank compiles or copies meanwhile: where ranks share
     a GPU, that may wait for their kernels, which wait for it."""
-    placed = [(job.place(x), _everywhere(job, r), _everywhere(job, w)) for x, r, w in given]
+    placed = [tuple(map(job.place, operands)) for operands in given]
     jax.block_until_ready(placed)
     job.barrier()
     late, results = random.integers(len(programs)), []
@@ -400,43 +489,6 @@ def matmul(job: Job) -> dict[str, Any]:
             got = program(job.place(a), job.place(w))
             tally.add(f"run {run} of {rows} x {depth} x {width}", got, reference.all_reduce(parts))
     return tally.result()
-
-
-def _everywhere(job: Job, array: np.ndarray) -> jax.Array:
-    """The same on each rank."""
-    return job.place(np.broadcast_to(array, (job.tp, *array.shape)))
-
-
-def _run_layers(job: Job, call: Callable, random: np.random.Generator, tally: Tally) -> None:
-    def layer(carry: tuple[jax.Array, ...], weight: jax.Array) -> Any:
-        y, residual = call(*carry, weight)
-        return (feed(y, carry[0]), residual), (y, residual)
-
-    def unrolled(x: jax.Array, residual: jax.Array, weight: jax.Array) -> Any:
-        carry, results = (x, residual), []
-        for _ in range(LAYERS):
-            carry, result = layer(carry, weight)
-            results.append(result)
-        return tuple(jnp.stack(each) for each in zip(*results, strict=True))
-
-    def scanned(x: jax.Array, residual: jax.Array, weight: jax.Array) -> Any:
-        return lax.scan(lambda carry, _: layer(carry, weight), (x, residual), length=LAYERS)[1]
-
-    programs = [_compiled(job, layers, SHAPE) for layers in (unrolled, scanned)]
-    for run in range(job.runs(30)):
-        given = _operands(random, job.tp, SHAPE)
-        labels = [f"{name}, run {run}" for name in ("unrolled", "scan")]
-        _run_undisturbed(job, random, tally, labels, programs, [given] * 2, [_layers(*given)] * 2)
-
-
-def _layers(x: np.ndarray, residual: np.ndarray, weight: np.ndarray) -> list[np.ndarray]:
-    scale = np.where(np.arange(len(x)) % 2 == 0, 0.5, -0.25).astype(x.dtype).reshape(-1, 1, 1)
-    results = []
-    for _ in range(LAYERS):
-        results.append(reference.all_reduce_rms_norm(x, residual, weight, EPS))
-        y, residual = results[-1]
-        x = y * scale + x
-    return [np.stack(each) for each in zip(*results, strict=True)]
 
 
 # ---- Soak --------------------------------------------------------------------------------------------------

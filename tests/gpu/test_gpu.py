@@ -108,7 +108,7 @@ def test_a_message_that_does_not_fit_fails_the_workspace(one_gpu):
 
 # ---- Fused layers ------------------------------------------------------------------------------------------
 
-FUSED_CALLS = {"rms_norm": 30 * 9 * 2 + 30 * 2 * 2, "matmul": 120}
+FUSED_CALLS = {"rms_norm": 30 * 9 * 2 + 30 * 2 * 2, "moe_tail": 12 * 10 * 2 + 30 * 2 * 2, "matmul": 120}
 
 
 @pytest.mark.parametrize("check", FUSED_CALLS)

@@ -21,7 +21,7 @@ def job(monkeypatch):
 
 
 def test_every_check_of_numbers_is_right_on_cpu():
-    names = ["setup", "grid", "digest", "replays", "chains", "walk", "loops", "kept", "soak", "closed"]
+    names = ["setup", "grid", "digest", "replays", "chains", "walk", "loops", "kept", "moe_tail", "soak", "closed"]
     (results,) = worker.launch(3, names, place="cpu", scale=0.01, calls=64, timeout=280)
     assert list(results) == names
     assert len({*results.pop("digest")["sha256"]}) == 1
