@@ -204,7 +204,7 @@ def test_compiles_for_every_target(arch: str) -> None:
 def test_parameters_are_the_calls_and_then_those_of_every_kernel() -> None:
     """``slot_chunks`` to ``peers``, as `CudaWorkspace::Launch` packs them."""
     bits = re.findall(r"\.param \.[ub](\d+) ", compiled("Sum").ptx)
-    assert [int(b) // 8 for b in bits] == [8, 8, 4, *(4, 4, 8, 8, 8, 8, 8, 4), *[8] * 4]
+    assert [int(b) // 8 for b in bits] == [8, 8, 4, *(4, 4, 8, 8, 8, 8, 8, 4, 4), *[8] * 4]
 
 
 def test_stores_of_one_call() -> None:
