@@ -294,19 +294,20 @@ class Workspace:
     def grid(self, chunks: int, *, threads: int = protocol.THREADS, ctas_per_sm: int = 1) -> int:
         """CTAs for a launch with a thread for each of ``chunks`` chunks, or as many as are sure to be resident (R5).
 
+        On CPU, where nothing is launched, all are: a program with a path for each platform may ask on both.
+
         Args:
           chunks: of 16 bytes.
           threads: of a CTA.
           ctas_per_sm: CTAs of the kernel that fit one SM, as for :func:`jax_twoshot.cute_call`.
 
         Raises:
-          ValueError: the workspace is on CPU, or its ranks cannot share their GPU.
+          ValueError: the workspace's ranks cannot share their GPU.
         """
-        gpu = self.handle.gpu
+        gpu, wanted = self.handle.gpu, max(1, protocol.ceil_div(chunks, threads))
         if gpu is None:
-            raise ValueError(f"Workspace.grid: {self} is not on GPUs, and a grid depends on theirs")
-        most = protocol.most_ctas(gpu.ranks_on_device, gpu.sm_count, ctas_per_sm)
-        return max(1, min(protocol.ceil_div(chunks, threads), most))
+            return wanted
+        return min(wanted, protocol.most_ctas(gpu.ranks_on_device, gpu.sm_count, ctas_per_sm))
 
     def stats(self) -> Stats:
         """What calls have done so far, as far as this process knows, without waiting for any of them.

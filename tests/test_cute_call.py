@@ -303,6 +303,10 @@ def test_the_text_of_the_file_counts(tmp_path: Path, compiles: list[str]) -> Non
     assert len(compiles) == 2
 
 
+def test_the_order_of_its_fields_does_not_name_a_kernel() -> None:
+    assert CuteKernel(KERNELS, "Sum", deferred=True, a=1) == CuteKernel(KERNELS, "Sum", a=1, deferred=True)
+
+
 def test_a_prebuilt_kernel_needs_no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor does its file have to be where it was, since it is not run."""
     built = _cute_call.compile_kernel(
@@ -409,18 +413,22 @@ def test_on_cpu() -> None:
 
 
 def test_a_program_may_have_another_path_for_cpu() -> None:
-    workspace = workspace_for(cpu_mesh(4))
+    """All of it is traced on either platform, the kernel's grid too."""
 
-    def f(x: jax.Array) -> jax.Array:
-        return jax.lax.platform_dependent(
-            x,
-            cuda=lambda x: call(x, workspace, varying=()),
-            cpu=lambda x: jax_twoshot.all_reduce(x, "tp"),
-        )
+    def program(workspace: Workspace) -> Any:
+        def f(x: jax.Array) -> jax.Array:
+            return jax.lax.platform_dependent(
+                x,
+                cuda=lambda x: call(x, workspace, grid=workspace.grid(CHUNKS), varying=()),
+                cpu=lambda x: jax_twoshot.all_reduce(x, "tp"),
+            )
 
-    mapped = jax.jit(jax.shard_map(f, mesh=workspace.mesh, in_specs=P("tp"), out_specs=P()))
-    assert (np.asarray(mapped(np.ones((8, 64), jnp.bfloat16))) == 4).all()
-    assert "cute_call" in mapped.trace(jnp.ones((8, 64), jnp.bfloat16)).lower(lowering_platforms=("cuda",)).as_text()
+        return jax.jit(jax.shard_map(f, mesh=workspace.mesh, in_specs=P("tp"), out_specs=P()))
+
+    x = np.ones((8, 64), jnp.bfloat16)
+    assert (np.asarray(program(Workspace(cpu_mesh(4), "tp", rows=4, width=64))(x)) == 4).all()
+    lowered = program(workspace_for(cpu_mesh(4))).trace(x).lower(lowering_platforms=("cuda",))
+    assert "cute_call" in lowered.as_text()
 
 
 def test_where_it_cannot_be_called() -> None:
@@ -455,8 +463,6 @@ def test_a_workspace_on_cpu_does_not_say_what_to_compile_for() -> None:
     workspace.handle = replace(workspace.handle, gpu=None)
     with pytest.raises(ValueError, match="made on cpu devices, so the GPU to compile for is not known"):
         lower(workspace)
-    with pytest.raises(ValueError, match=r"Workspace.grid: .* is not on GPUs"):
-        workspace.grid(1)
 
 
 # ---- Workspaces --------------------------------------------------------------------------------------------
