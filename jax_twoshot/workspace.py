@@ -445,7 +445,7 @@ class _CudaBuffers:
     def _open(self, buffers: Sequence[SymmetricBuffer]) -> None:
         """Loads the kernels of the formats that share the sentinel, and makes each device's small buffers."""
         by_ordinal = {device.local_hardware_id: device for device in jax.local_devices()}
-        (arch,) = {cubin.arch_for(_capability(by_ordinal[b.device])) for b in buffers}
+        arch = _one_arch([by_ordinal[b.device] for b in buffers])
         multicast = all(b.multicast is not None for b in buffers)
         sharing = buffers[0].ranks_on_device
         one_shot_bytes = protocol.one_shot_bytes(self._layout.tp, sharing, multicast, _settings.tuning())
@@ -512,6 +512,18 @@ class _CudaBuffers:
         with _closing_lock:
             _closing.append((self.id, self.buffers))
         _free_unused()
+
+
+def _one_arch(devices: Sequence[jax.Device]) -> str:
+    """The target of all kernels of a workspace in this process."""
+    kinds = {cubin.arch_for(_capability(device)): device.device_kind for device in devices}
+    if len(kinds) > 1:
+        raise ValueError(
+            "mesh: all GPUs of a process must run the same kernels, got "
+            f"{', '.join(f'{kind} ({arch})' for arch, kind in sorted(kinds.items()))}; make a mesh of GPUs of one kind"
+        )
+    (arch,) = kinds
+    return arch
 
 
 def _capability(device: jax.Device) -> tuple[int, int]:

@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_twoshot
 from jax_twoshot import CuteKernel, _cute_call, _extension, _ffi, cubin, protocol
-from jax_twoshot.workspace import Gpus, View, Workspace
+from jax_twoshot.workspace import Gpus, View, Workspace, _one_arch
 
 KERNELS = str(Path(__file__).parent / "gpu" / "kernels.py")
 SUM = CuteKernel(KERNELS, "Sum")
@@ -488,6 +488,16 @@ def test_views_are_the_layouts(generations: int) -> None:
             assert view.peer_gather == tuple(peer + layout.gather_offset(generation, 0) for peer in peers)
             gather = layout.gather_offset(generation, 0)
             assert view.multicast_gather == (None if multicast is None else multicast + gather)
+
+
+def test_gpus_of_several_kinds_are_named() -> None:
+    a100, a10, h200 = (
+        SimpleNamespace(device_kind=f"NVIDIA {kind}", compute_capability=capability)
+        for kind, capability in (("A100", "8.0"), ("A10", "8.6"), ("H200", "9.0"))
+    )
+    with pytest.raises(ValueError, match=r"got NVIDIA A100 \(sm_80\), NVIDIA H200 \(sm_90a\); make a mesh"):
+        _one_arch([a100, h200, a100])
+    assert _one_arch([a100, a10]) == "sm_80"  # what is built for the one runs on the other
 
 
 def test_there_are_no_views_on_cpu() -> None:
