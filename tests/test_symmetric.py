@@ -1009,12 +1009,10 @@ def torch_worker() -> None:
             dist.PrefixStore("late", symmetric._torch_store(store, "late")), rank, 2, seconds
         )
 
-    start = time.monotonic()
     try:
         peers.require("late", fail_or_wait)
     except symmetric.SymmetricMemoryError as error:
-        result["failure"] = str(error)
-    result["in time"] = time.monotonic() - start < 30
+        result["failure"] = str(error)  # had the deadline ended process 0's wait, its own error would be the first
     _launch.summary(**result)
 
 
@@ -1029,7 +1027,6 @@ def test_torch_runs_on_jaxs_key_value_store():
             "beside": [2, rank],
             "sum": 3.0,
             "failure": "symmetric memory: step 'late' failed on process 1: RuntimeError: planned",
-            "in time": True,
         }
 
 
