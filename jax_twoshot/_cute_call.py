@@ -28,7 +28,8 @@ class CuteKernel:
     Attributes:
       source: the module, or the path of the ``.py`` file, in which the class is. A file is run to get it.
       class_name: the class, at the top level of its file.
-      parameters: (name, value) of the keyword arguments that make one, each a str, int, bool or float.
+      parameters: (name, value) of the keyword arguments that make one, each a str, int, bool or float. A cubin is found
+        by them: give each field, also one that has a default, as the kernel that was compiled had it.
 
     Raises:
       TypeError: a parameter of another type.
@@ -47,7 +48,7 @@ class CuteKernel:
                 )
         object.__setattr__(self, "source", os.fspath(source))
         object.__setattr__(self, "class_name", class_name)
-        object.__setattr__(self, "parameters", tuple(parameters.items()))
+        object.__setattr__(self, "parameters", tuple(sorted(parameters.items())))
 
     @classmethod
     def of(cls, kernel: Any) -> CuteKernel:
@@ -96,11 +97,11 @@ def cute_call(
         compile-time parameters (str, int, bool or float), or a :class:`CuteKernel` that names one. The cache knows it
         by its file, these fields and the workspace's kind, and does not look at what it imports besides
         ``jax_twoshot``.
-      *operands: arrays.
+      *operands: arrays of any dtype, each rank's own: what changes from call to call, also a single number.
       workspace: the buffers. Its dtype is the message's.
       out_shape: a pytree of what has a shape and a dtype, such as :class:`jax.ShapeDtypeStruct`.
       grid: CTAs, all of which must be resident at once (R5): ``workspace.grid(chunks)`` gives a number that is.
-      scalars: whole numbers of 32 bits.
+      scalars: whole numbers of 32 bits, part of the program. A float goes as its bits.
       threads: of a CTA.
       ctas_per_sm: CTAs that fit one SM; the compiler keeps the registers down for it.
       shared_memory: dynamic bytes of a CTA, as many as the kernel allocates.
@@ -185,7 +186,7 @@ def _check_numbers(what: str, positive: dict[str, int], scalars: Sequence[int], 
         if not isinstance(value, (int, np.integer)) or not -(1 << 31) <= value < 1 << 31:
             raise ValueError(
                 f"{what}: scalars must be whole numbers of 32 bits, got {value!r}; the bits of a float are one, "
-                "int(np.float32(x).view(np.int32))"
+                "int(np.float32(x).view(np.int32)), and a traced number goes as an operand"
             )
 
 
@@ -229,7 +230,8 @@ def compile_kernel(
       dtype: the workspace's.
       multicast: for GPUs that store to all ranks at once, as ``python -m jax_twoshot doctor`` says.
       deferred: for ``Workspace(generations=3)``.
-      folder: where to put the cubin; ``JAX_TWOSHOT_CUBIN_PATH`` names it where it is used. By default nowhere.
+      folder: where to put the cubin; ``JAX_TWOSHOT_CUBIN_PATH`` names it where it is used. By default nowhere. The
+        library's own kernels, which workspaces need, go into the same one: ``python -m jax_twoshot compile``.
 
     Returns:
       The cubin: ``image``, ``symbol``, ``registers`` of a thread.

@@ -20,6 +20,7 @@ imports the compiler; a program that only calls kernels need not (:class:`jax_tw
 ``slot_address``,               addresses of the call's generation: to read again what was reduced or collected, where
 ``gather_address``              re-arming is deferred
 ``published``                   whether a polled chunk has arrived
+``Chunk``                       16 bytes, as a tuple of four ``Uint32`` words
 ``pack``, ``unpack``            FP32 values to a chunk that may be published, and back
 ``load``, ``store``, ``poll``   a chunk of an operand, of a result, of the workspace's buffers, by its address
 ``compile_kernel``              what ``cute_call`` compiles, without a GPU

@@ -295,19 +295,20 @@ class Workspace:
     def grid(self, chunks: int, *, threads: int = protocol.THREADS, ctas_per_sm: int = 1) -> int:
         """CTAs for a launch with a thread for each of ``chunks`` chunks, or as many as are sure to be resident (R5).
 
+        On CPU, where nothing is launched, all are: a program with a path for each platform may ask on both.
+
         Args:
           chunks: of 16 bytes.
           threads: of a CTA.
           ctas_per_sm: CTAs of the kernel that fit one SM, as for :func:`jax_twoshot.cute_call`.
 
         Raises:
-          ValueError: the workspace is on CPU, or its ranks cannot share their GPU.
+          ValueError: the workspace's ranks cannot share their GPU.
         """
-        gpu = self.handle.gpu
+        gpu, wanted = self.handle.gpu, max(1, protocol.ceil_div(chunks, threads))
         if gpu is None:
-            raise ValueError(f"Workspace.grid: {self} is not on GPUs, and a grid depends on theirs")
-        most = protocol.most_ctas(gpu.ranks_on_device, gpu.sm_count, ctas_per_sm)
-        return max(1, min(protocol.ceil_div(chunks, threads), most))
+            return wanted
+        return min(wanted, protocol.most_ctas(gpu.ranks_on_device, gpu.sm_count, ctas_per_sm))
 
     def stats(self) -> Stats:
         """What calls have done so far, as far as this process knows, without waiting for any of them.
@@ -452,7 +453,7 @@ class _CudaBuffers:
     def _open(self, buffers: Sequence[SymmetricBuffer]) -> None:
         """Loads the kernels of the formats that share the sentinel, and makes each device's small buffers."""
         by_ordinal = {device.local_hardware_id: device for device in jax.local_devices()}
-        (arch,) = {cubin.arch_for(_capability(by_ordinal[b.device])) for b in buffers}
+        arch = _one_arch([by_ordinal[b.device] for b in buffers])
         multicast = all(b.multicast is not None for b in buffers)
         sharing = buffers[0].ranks_on_device
         one_shot_bytes = protocol.one_shot_bytes(self._layout.tp, sharing, multicast, _settings.tuning())
@@ -519,6 +520,18 @@ class _CudaBuffers:
         with _closing_lock:
             _closing.append((self.id, self.buffers))
         _free_unused()
+
+
+def _one_arch(devices: Sequence[jax.Device]) -> str:
+    """The target of all kernels of a workspace in this process."""
+    kinds = {cubin.arch_for(_capability(device)): device.device_kind for device in devices}
+    if len(kinds) > 1:
+        raise ValueError(
+            "mesh: all GPUs of a process must run the same kernels, got "
+            f"{', '.join(f'{kind} ({arch})' for arch, kind in sorted(kinds.items()))}; make a mesh of GPUs of one kind"
+        )
+    (arch,) = kinds
+    return arch
 
 
 def _capability(device: jax.Device) -> tuple[int, int]:

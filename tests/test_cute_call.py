@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_twoshot
 from jax_twoshot import CuteKernel, _cute_call, _extension, _ffi, cubin, protocol
-from jax_twoshot.workspace import Gpus, View, Workspace
+from jax_twoshot.workspace import Gpus, View, Workspace, _one_arch
 
 KERNELS = str(Path(__file__).parent / "gpu" / "kernels.py")
 SUM = CuteKernel(KERNELS, "Sum")
@@ -303,6 +303,10 @@ def test_the_text_of_the_file_counts(tmp_path: Path, compiles: list[str]) -> Non
     assert len(compiles) == 2
 
 
+def test_the_order_of_its_fields_does_not_name_a_kernel() -> None:
+    assert CuteKernel(KERNELS, "Sum", deferred=True, a=1) == CuteKernel(KERNELS, "Sum", a=1, deferred=True)
+
+
 def test_a_prebuilt_kernel_needs_no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor does its file have to be where it was, since it is not run."""
     built = _cute_call.compile_kernel(
@@ -409,18 +413,22 @@ def test_on_cpu() -> None:
 
 
 def test_a_program_may_have_another_path_for_cpu() -> None:
-    workspace = workspace_for(cpu_mesh(4))
+    """All of it is traced on either platform, the kernel's grid too."""
 
-    def f(x: jax.Array) -> jax.Array:
-        return jax.lax.platform_dependent(
-            x,
-            cuda=lambda x: call(x, workspace, varying=()),
-            cpu=lambda x: jax_twoshot.all_reduce(x, "tp"),
-        )
+    def program(workspace: Workspace) -> Any:
+        def f(x: jax.Array) -> jax.Array:
+            return jax.lax.platform_dependent(
+                x,
+                cuda=lambda x: call(x, workspace, grid=workspace.grid(CHUNKS), varying=()),
+                cpu=lambda x: jax_twoshot.all_reduce(x, "tp"),
+            )
 
-    mapped = jax.jit(jax.shard_map(f, mesh=workspace.mesh, in_specs=P("tp"), out_specs=P()))
-    assert (np.asarray(mapped(np.ones((8, 64), jnp.bfloat16))) == 4).all()
-    assert "cute_call" in mapped.trace(jnp.ones((8, 64), jnp.bfloat16)).lower(lowering_platforms=("cuda",)).as_text()
+        return jax.jit(jax.shard_map(f, mesh=workspace.mesh, in_specs=P("tp"), out_specs=P()))
+
+    x = np.ones((8, 64), jnp.bfloat16)
+    assert (np.asarray(program(Workspace(cpu_mesh(4), "tp", rows=4, width=64))(x)) == 4).all()
+    lowered = program(workspace_for(cpu_mesh(4))).trace(x).lower(lowering_platforms=("cuda",))
+    assert "cute_call" in lowered.as_text()
 
 
 def test_where_it_cannot_be_called() -> None:
@@ -455,8 +463,6 @@ def test_a_workspace_on_cpu_does_not_say_what_to_compile_for() -> None:
     workspace.handle = replace(workspace.handle, gpu=None)
     with pytest.raises(ValueError, match="made on cpu devices, so the GPU to compile for is not known"):
         lower(workspace)
-    with pytest.raises(ValueError, match=r"Workspace.grid: .* is not on GPUs"):
-        workspace.grid(1)
 
 
 # ---- Workspaces --------------------------------------------------------------------------------------------
@@ -482,6 +488,16 @@ def test_views_are_the_layouts(generations: int) -> None:
             assert view.peer_gather == tuple(peer + layout.gather_offset(generation, 0) for peer in peers)
             gather = layout.gather_offset(generation, 0)
             assert view.multicast_gather == (None if multicast is None else multicast + gather)
+
+
+def test_gpus_of_several_kinds_are_named() -> None:
+    a100, a10, h200 = (
+        SimpleNamespace(device_kind=f"NVIDIA {kind}", compute_capability=capability)
+        for kind, capability in (("A100", "8.0"), ("A10", "8.6"), ("H200", "9.0"))
+    )
+    with pytest.raises(ValueError, match=r"got NVIDIA A100 \(sm_80\), NVIDIA H200 \(sm_90a\); make a mesh"):
+        _one_arch([a100, h200, a100])
+    assert _one_arch([a100, a10]) == "sm_80"  # what is built for the one runs on the other
 
 
 def test_there_are_no_views_on_cpu() -> None:

@@ -21,6 +21,7 @@ from sphinx.application import Sphinx
 from sphinx.util.inventory import InventoryFile
 
 import jax_twoshot
+from jax_twoshot import cutedsl
 from jax_twoshot.cli import _parser
 
 ROOT = Path(__file__).parents[1]
@@ -135,13 +136,14 @@ def test_pages_build_without_a_warning_and_hold_every_public_name(tmp_path: Path
     inventory = InventoryFile.loads((tmp_path / "site" / "objects.inv").read_bytes(), uri="")
     named = {name for objects in inventory.data.values() for name in objects}
     assert {f"jax_twoshot.{name}" for name in jax_twoshot.__all__} <= named
+    assert {f"jax_twoshot.cutedsl.{name}" for name in cutedsl.__all__ if name != "Chunk"} <= named  # an alias
     assert {page.stem for page in docs.glob("*.md")} <= named
 
 
 @pytest.mark.parametrize("name", jax_twoshot.__all__)
 def test_public_names_are_described(name: str) -> None:
-    text = getattr(jax_twoshot, name).__doc__
-    assert text and re.search("^ +(Args|Attributes):$", text, re.MULTILINE)
+    text = inspect.getdoc(getattr(jax_twoshot, name))
+    assert text and re.search("^(Args|Attributes):$", text, re.MULTILINE)
 
 
 def test_the_changelog_starts_with_this_version() -> None:

@@ -11,6 +11,7 @@ This file is both the tests and the worker of the several-process ones.
 from __future__ import annotations
 
 import ctypes
+import functools
 import gc
 import importlib.util
 import itertools
@@ -986,10 +987,12 @@ def torch_worker() -> None:
         result["unregistered"] = type(error).__name__
     result["default group"] = dist.is_initialized()
 
-    # Beside a default group of the user's own.
+    # Beside a default group of the user's own. It is made on both before one may destroy it: Gloo, still connecting,
+    # would fail with "Connection closed by peer".
     seconds = datetime.timedelta(seconds=60)
     default = dist.PrefixStore("default", symmetric._torch_store(store, "default"))
-    dist.init_process_group("gloo", store=default, rank=rank, world_size=2, timeout=seconds)
+    make = functools.partial(dist.init_process_group, "gloo", store=default, rank=rank, world_size=2, timeout=seconds)
+    peers.require("default", make)
     with memory._group("map again", memory.members[0]) as name:
         result["beside"] = [c10d._resolve_process_group(name).size(), dist.get_rank()]
     dist.destroy_process_group()
@@ -1009,12 +1012,10 @@ def torch_worker() -> None:
             dist.PrefixStore("late", symmetric._torch_store(store, "late")), rank, 2, seconds
         )
 
-    start = time.monotonic()
     try:
         peers.require("late", fail_or_wait)
     except symmetric.SymmetricMemoryError as error:
-        result["failure"] = str(error)
-    result["in time"] = time.monotonic() - start < 30
+        result["failure"] = str(error)  # had the deadline ended process 0's wait, its own error would be the first
     _launch.summary(**result)
 
 
@@ -1029,7 +1030,6 @@ def test_torch_runs_on_jaxs_key_value_store():
             "beside": [2, rank],
             "sum": 3.0,
             "failure": "symmetric memory: step 'late' failed on process 1: RuntimeError: planned",
-            "in time": True,
         }
 
 

@@ -37,12 +37,10 @@ FAILS = """
 from jax.errors import JaxRuntimeError
 
 def failure(f, *args):
-    "The text of the error that f raises within the deadline and some slack for a loaded machine."
-    start = time.monotonic()
+    "The text of the error that f raises; run_ok ends a wait that does not end by itself."
     try:
         jax.block_until_ready(f(*args))
     except JaxRuntimeError as error:
-        assert time.monotonic() - start < 30, "raised, long after the deadline of 2 s"
         return str(error)
     raise SystemExit("no error was raised")
 """
@@ -87,7 +85,7 @@ class TestBranches:
             + """
 f = sharded(lambda x: lax.cond(lax.axis_index("tp") < 3, reduce, lambda x: x, x))
 text = failure(f, x)
-assert "jax_twoshot over axis" in text and "'tp'" in text and "JAX_TWOSHOT_TIMEOUT" in text, text
+assert "jax_twoshot over axis 'tp'" in text and "JAX_TWOSHOT_TIMEOUT of 2 s has passed" in text, text
 assert "3, 4, 5, 6, 7" in text, text
 assert "lax.cond" in text, text
 check()
@@ -199,7 +197,7 @@ check()
 workspace, program = with_deadline(0.5)
 text = failure(program, x)
 assert re.search(
-    r"jax_twoshot over axis 'tp': rank [0234678] of 8 waits for ranks 1, 5 \(for 0.5\d* s; phase reduce, "
+    r"jax_twoshot over axis 'tp': rank [0234678] of 8 waits for ranks 1, 5 \(for [\d.]+ s; phase reduce, "
     rf"generation 0, chunk \d+, call 2 of this process on workspace {workspace.handle.id}, group 0\); the deadline "
     r"Workspace\(timeout=...\) of 0.5 s has passed. Every rank of the axes has to make the same calls", text), text
 workspace.reset()  # on CPU nothing is lost
