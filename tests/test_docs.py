@@ -142,8 +142,8 @@ def test_pages_build_without_a_warning_and_hold_every_public_name(tmp_path: Path
 
 @pytest.mark.parametrize("name", jax_twoshot.__all__)
 def test_public_names_are_described(name: str) -> None:
-    text = getattr(jax_twoshot, name).__doc__
-    assert text and re.search("^ +(Args|Attributes):$", text, re.MULTILINE)
+    text = inspect.getdoc(getattr(jax_twoshot, name))
+    assert text and re.search("^(Args|Attributes):$", text, re.MULTILINE)
 
 
 def test_the_changelog_starts_with_this_version() -> None:

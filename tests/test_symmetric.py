@@ -11,6 +11,7 @@ This file is both the tests and the worker of the several-process ones.
 from __future__ import annotations
 
 import ctypes
+import functools
 import gc
 import importlib.util
 import itertools
@@ -986,10 +987,12 @@ def torch_worker() -> None:
         result["unregistered"] = type(error).__name__
     result["default group"] = dist.is_initialized()
 
-    # Beside a default group of the user's own.
+    # Beside a default group of the user's own. It is made on both before one may destroy it: Gloo, still connecting,
+    # would fail with "Connection closed by peer".
     seconds = datetime.timedelta(seconds=60)
     default = dist.PrefixStore("default", symmetric._torch_store(store, "default"))
-    dist.init_process_group("gloo", store=default, rank=rank, world_size=2, timeout=seconds)
+    make = functools.partial(dist.init_process_group, "gloo", store=default, rank=rank, world_size=2, timeout=seconds)
+    peers.require("default", make)
     with memory._group("map again", memory.members[0]) as name:
         result["beside"] = [c10d._resolve_process_group(name).size(), dist.get_rank()]
     dist.destroy_process_group()
