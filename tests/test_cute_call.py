@@ -390,6 +390,21 @@ def test_shared_memory_that_nobody_gives(tmp_path: Path) -> None:
     assert _cute_call.compile_kernel(kernel, "sm_90a", shared_memory=512, **options).image[:4] == b"\x7fELF"
 
 
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ("cutedsl.unpack(cutedsl.load(x), arguments.format)", "push: a chunk is four Uint32 words, .* got 8 values"),
+        ("cutedsl.pack([Float32(0)] * 4, arguments.format)", "pack: a chunk is 8 bfloat16 values, got 4"),
+    ],
+)
+def test_what_is_no_chunk(words: str, text: str, tmp_path: Path) -> None:
+    path = tmp_path / "kernels.py"
+    source = Path(KERNELS).read_text().replace("from cutlass import", "from cutlass import Float32, ", 1)
+    path.write_text(source.replace("cutedsl.load(x + Int64(part * chunks + chunk) * 16), part", words))
+    with pytest.raises(ValueError, match=f"^{text}"):
+        _cute_call.compile_kernel(CuteKernel(path, "Sum"), "sm_90a", addresses=2, scalars=1, tp=2)
+
+
 def test_deferred_rearm_needs_three_generations() -> None:
     with pytest.raises(ValueError, match="deferred=True needs a workspace of 3 generations"):
         lower(workspace_for(cpu_mesh(4)), DEFERRED)

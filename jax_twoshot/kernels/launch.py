@@ -244,7 +244,12 @@ def push(call: Call, chunk: Int32, words: Chunk, part: int = 0) -> None:
       chunk: which of the message, 0 to ``call.chunks - 1``.
       words: 16 bytes of the format, as from ``pack`` or ``load``; -0.0 is sent as +0.0 (R1).
       part: at compile time, in the stand-in for one GPU the rank that is played, 0 to ``call.parts - 1``.
+
+    Raises:
+      ValueError: when compiling: ``words`` are no chunk.
     """
+    if const_expr(len(words) != 4):
+        raise ValueError(f"push: a chunk is four Uint32 words, as from pack or load, got {len(words)} values")
     if call.alive:
         buffers = dataclasses.replace(call.buffers, rank=call.buffers.rank + part)
         twoshot.push(buffers, twoshot.aim(buffers, chunk), words)
@@ -354,7 +359,13 @@ def published(words: Chunk, format: Format) -> Boolean:
 
 
 def pack(values: list[Float32], format: Format) -> Chunk:
-    """A chunk's worth of FP32 values, rounded to nearest even, as words that may be published: no -0.0 (R1)."""
+    """A chunk's worth of FP32 values, rounded to nearest even, as words that may be published: no -0.0 (R1).
+
+    Raises:
+      ValueError: when compiling: they are not ``format.chunk``.
+    """
+    if len(values) != format.chunk:
+        raise ValueError(f"pack: a chunk is {format.chunk} {format.name} values, got {len(values)}")
     return twoshot.without_negative_zero(twoshot.narrow(values, format), format)
 
 

@@ -37,7 +37,8 @@ def let_next_launch_start() -> None:
 
 
 def load_chunk(address: Int64) -> Chunk:
-    """Reads a chunk of the operand: after ``wait_for_stream``. Not ``.nc``, which may be moved before it."""
+    """Reads a chunk of an operand, all 16 bytes: after the wait for the launches before. Not by ``.nc``, which may be
+    moved before it."""
     return _load(f"ld.global.v4.u32 {_WORDS}, [{{$r0}}];", address)
 
 
