@@ -31,6 +31,7 @@ import json
 import logging
 import math
 import os
+import re
 import socket
 import time
 from collections import Counter
@@ -953,12 +954,15 @@ def _torch_store(store: _KeyValueStore, step: str) -> Any:
     """A torch store on top of JAX's. A process that fails ``step`` ends the waits of the others."""
     import torch.distributed
 
+    counted = _Exchanges()
+
     class JaxStore(torch.distributed.Store):
         def set(self, key: str, value: Any) -> None:  # torch's stub says str, its C++ passes bytes
-            store.set(f"torch/{key}", value)
+            store.set(f"torch/{counted.anew(key)}", value)
 
         def get(self, key: str) -> bytes:
-            return store.get(f"torch/{key}", lambda: f"symmetric memory: torch waits in step {step!r}", step)
+            waits_for = f"symmetric memory: torch waits in step {step!r}"
+            return store.get(f"torch/{counted.anew(key)}", lambda: waits_for, step)
 
         def wait(self, keys: Sequence[str], timeout: Any = None) -> None:
             for key in keys:
@@ -967,6 +971,25 @@ def _torch_store(store: _KeyValueStore, step: str) -> Any:
     kept = JaxStore()
     _torch_stores.append(kept)
     return kept
+
+
+class _Exchanges:
+    """Counts the exchanges of one rendezvous from 0.
+
+    Torch counts those of a process, for ever. After a rendezvous that only some ranks have begun, these would wait in
+    every later one for keys that the others call otherwise (seen on an H200).
+    """
+
+    def __init__(self) -> None:
+        self._first: dict[str, int] = {}
+
+    def anew(self, key: str) -> str:
+        """``key``, if it is ``.../CUDASymmetricMemory/COUNT/RANK`` with its count as of this rendezvous."""
+        match = re.fullmatch(r"(.*SymmetricMemory)/(\d+)/(\d+)", key)
+        if not match:
+            return key
+        name, count, rank = match.groups()
+        return f"{name}/{int(count) - self._first.setdefault(name, int(count))}/{rank}"
 
 
 _torch_stores: list[Any] = []

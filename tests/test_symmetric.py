@@ -1005,6 +1005,15 @@ def torch_worker() -> None:
     gloo.allreduce([tensor]).wait()
     result["sum"] = tensor.item()
 
+    # Torch's exchanges, whose count is the process's: another one here than there, once a rendezvous has failed.
+    exchanges = dist.PrefixStore("count", symmetric._torch_store(store, "count"))
+    result["exchanged"] = []
+    for count in (3 + 4 * rank, 4 + 4 * rank):
+        mine, theirs = (f"CUDASymmetricMemory/{count}/{r}" for r in (rank, 1 - rank))
+        exchanges.set(mine, f"{rank} of {count}")
+        exchanges.wait([theirs])
+        result["exchanged"].append(exchanges.get(theirs).decode())
+
     def fail_or_wait() -> None:
         if rank == 1:
             raise RuntimeError("planned")
@@ -1019,6 +1028,17 @@ def torch_worker() -> None:
     _launch.summary(**result)
 
 
+def test_exchanges_are_counted_from_nought_in_each_rendezvous():
+    """One process's count is ahead: it had begun a rendezvous that failed on the other."""
+    ahead, behind = symmetric._Exchanges(), symmetric._Exchanges()
+    for count in range(3):
+        for rank in range(2):
+            key = ahead.anew(f"map/group 0/CUDASymmetricMemory/{7 + count}/{rank}")
+            assert key == behind.anew(f"map/group 0/CUDASymmetricMemory/{5 + count}/{rank}")
+            assert key == f"map/group 0/CUDASymmetricMemory/{count}/{rank}"
+    assert ahead.anew("gloo/0/1") == "gloo/0/1"
+
+
 @pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
 def test_torch_runs_on_jaxs_key_value_store():
     results = _launch.launch(2, [sys.executable, __file__, "torch"], timeout=240)
@@ -1029,6 +1049,7 @@ def test_torch_runs_on_jaxs_key_value_store():
             "default group": False,
             "beside": [2, rank],
             "sum": 3.0,
+            "exchanged": [f"{1 - rank} of {count}" for count in ((3, 4) if rank else (7, 8))],
             "failure": "symmetric memory: step 'late' failed on process 1: RuntimeError: planned",
         }
 
