@@ -60,7 +60,7 @@ def all_reduce_rms_norm(
       NameError: ``axis_name`` is not an axis here: no such axis, or outside ``shard_map``.
       ValueError: shapes that do not fit, a row of another size than said, a bad ``eps``, a residual or a weight that is
         typed as varying over ``axis_name``; an axis or a workspace as of :func:`jax_twoshot.all_reduce`.
-      NotImplementedError: as of :func:`jax_twoshot.all_reduce`; on CUDA, more than 2 ranks.
+      NotImplementedError: as of :func:`jax_twoshot.all_reduce`.
     """
     axes = _api.all_manual_axes(_NAME, axis_name)
     x, residual, weight = map(jnp.asarray, (x, residual, weight))
