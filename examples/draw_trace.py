@@ -31,7 +31,7 @@ class Span(NamedTuple):
 
 
 def read(folder: Path) -> dict[int, list[Span]]:
-    """The operations of the newest trace in `folder`, by device, from time 0 on.
+    """The operations of the newest trace in `folder`, by device, in order, from time 0 on.
 
     Raises:
       ValueError: there is none, or it has no operation of a CPU device.
@@ -51,9 +51,9 @@ def read(folder: Path) -> dict[int, list[Span]]:
     if not found:
         raise ValueError(f"{traces[-1]}: no operation of a CPU device in it")
     first = min(span.start for spans in found.values() for span in spans)
-    return {
-        device: [span._replace(start=span.start - first) for span in spans] for device, spans in sorted(found.items())
-    }
+    # The file has them thread by thread, and a device's next operation may run on another one.
+    in_order = {device: sorted(spans, key=lambda span: span.start) for device, spans in sorted(found.items())}
+    return {device: [span._replace(start=span.start - first) for span in spans] for device, spans in in_order.items()}
 
 
 def draw(devices: dict[int, list[Span]], marked: str, picture: Path) -> str:
