@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, NoReturn
 
 import jax
@@ -122,14 +122,14 @@ def check(x: jax.Array, axis_name: str | tuple[str, ...], platform: str) -> None
     fmt = _format(x.dtype)
     if axes.tp == 1:
         raise ValueError(f"one rank along {axes_text(axes.names)}: nothing to sum")
-    handle = workspace.resolve(None, axes.names, axes.sizes, fmt)
+    handle = resolve(None, axes, fmt)
     if platform == "cpu":
         cpu_attributes(axes.names, axes.tp, handle)
     elif platform == "gpu":
         if handle is None:
             raise no_workspace(f"jax_twoshot.all_reduce over {axes_text(axes.names)}", x.dtype)
     else:
-        _refuse_platform(platform)
+        _refuse_platform("all_reduce", platform)
 
 
 def _format(dtype: np.dtype) -> protocol.Format:
@@ -197,7 +197,7 @@ def _all_reduce_leaf(x: Any, axes: Axes, given: Workspace | None, algorithm: str
         )(x)
     rank, group, typed = place(axes)
     x = varying_over(x, axes.names, typed)
-    handle = workspace.resolve(given, axes.names, axes.sizes, fmt)
+    handle = resolve(given, axes, fmt)
     params = _Params(axes.names, axes.tp, handle, algorithm, typed)
     return all_reduce_p.bind(x, rank, group, **params._asdict())
 
@@ -307,6 +307,13 @@ def _log_compiled(ctx, axes: tuple[str, ...], platform: str, workspace: workspac
     logger.debug("all_reduce of %s over %s compiled for %s, %s", operand, axes_text(axes), platform, where)
 
 
+def resolve(
+    given: workspace.Workspace | None, axes: Axes, fmt: protocol.Format, *, deferred: bool = False
+) -> workspace.Handle | None:
+    """`workspace.resolve` for a call over ``axes``."""
+    return workspace.resolve(given, axes.names, axes.sizes, fmt, deferred=deferred)
+
+
 def no_workspace(what: str, dtype: Any, more: str = "") -> ValueError:
     """What a call on CUDA raises that has no buffers; ``what`` names it and its axes, ``more`` arguments it needs."""
     return ValueError(
@@ -331,6 +338,15 @@ def rows_in_a_round(what: str, workspace: workspace.Handle, width: int, fmt: pro
     return rows
 
 
+def in_rounds(most_rows: int, call: Callable[..., Any], *arrays: jax.Array) -> Any:
+    """``call``'s results for ``arrays`` ``[..., n]`` whose rows one launch cannot take: a launch for each round."""
+    flat = [array.reshape(-1, array.shape[-1]) for array in arrays]
+    starts = range(0, len(flat[0]), most_rows)
+    rounds = [call(*(array[start : start + most_rows] for array in flat)) for start in starts]
+    rows = arrays[0].shape[:-1]
+    return jax.tree.map(lambda *parts: jnp.concatenate(parts).reshape(*rows, parts[0].shape[-1]), *rounds)
+
+
 def _attributes(axes: tuple[str, ...], layout: protocol.Layout) -> dict[str, Any]:
     """What the handlers of both platforms read; the version keeps a program cached on disk to the library it is for."""
     return {
@@ -346,16 +362,23 @@ def _is_identity(ctx, tp: int) -> bool:
     return tp == 1 or 0 in ctx.avals_in[0].shape
 
 
-def _lower_other(ctx, x, rank, group, *, axes, tp, workspace, algorithm, typed):
-    _refuse_platform(*ctx.module_context.platforms)
+def register_lowerings(
+    primitive: Primitive, name: str, *, cpu: Callable[..., Any], cuda: Callable[..., Any], instead: str = "jax.lax.psum"
+) -> None:
+    """How the function ``name`` is lowered on the two platforms; any other is refused, with what to use ``instead``."""
+
+    def other(ctx, *operands, **params):
+        _refuse_platform(name, *ctx.module_context.platforms, instead=instead)
+
+    mlir.register_lowering(primitive, other)
+    mlir.register_lowering(primitive, cpu, platform="cpu")
+    mlir.register_lowering(primitive, cuda, platform="cuda")
 
 
-def _refuse_platform(*platforms: str) -> NoReturn:
+def _refuse_platform(name: str, *platforms: str, instead: str = "jax.lax.psum") -> NoReturn:
     raise NotImplementedError(
-        f"jax_twoshot.all_reduce runs on CPU and CUDA devices, not on {', '.join(platforms)}; use jax.lax.psum"
+        f"jax_twoshot.{name} runs on CPU and CUDA devices, not on {', '.join(platforms)}; use {instead}"
     )
 
 
-mlir.register_lowering(all_reduce_p, _lower_other)
-mlir.register_lowering(all_reduce_p, _lower_cpu, platform="cpu")
-mlir.register_lowering(all_reduce_p, _lower_cuda, platform="cuda")
+register_lowerings(all_reduce_p, "all_reduce", cpu=_lower_cpu, cuda=_lower_cuda)

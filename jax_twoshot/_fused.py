@@ -74,7 +74,7 @@ def all_reduce_rms_norm(
             return rms_norm(new_residual, weight, eps), new_residual
         rank, group, typed = _api.place(axes)
         shared = set().union(*(_compat.varying(jax.typeof(a)) for a in (x, residual, weight))) - set(axes.names)
-        handle = _resolve(workspace, axes, fmt)
+        handle = _api.resolve(workspace, axes, fmt)
         return tuple(
             all_reduce_rms_norm_p.bind(
                 _api.varying_over(x, (*axes.names, *shared), typed),
@@ -105,10 +105,6 @@ class _Params(NamedTuple):
     tp: int
     workspace: workspace.Handle | None
     typed: bool
-
-
-def _resolve(given: Workspace | None, axes: _api.Axes, fmt: protocol.Format) -> workspace.Handle | None:
-    return workspace.resolve(given, axes.names, axes.sizes, fmt)
 
 
 # ---- Checks ------------------------------------------------------------------------------------------------
@@ -254,22 +250,10 @@ def launch(
 
 
 def _in_rounds(most_rows, params, x, residual, weight, *place):
-    """Whole rows of what is larger than the workspace, a launch for each."""
-    flat = [array.reshape(-1, x.shape[-1]) for array in (x, residual)]
-    calls = [
-        all_reduce_rms_norm_p.bind(*(array[start : start + most_rows] for array in flat), weight, *place, **params)
-        for start in range(0, len(flat[0]), most_rows)
-    ]
-    return [jnp.concatenate(results).reshape(x.shape) for results in zip(*calls, strict=True)]
-
-
-def _lower_other(ctx, *operands, **_):
-    raise NotImplementedError(
-        f"jax_twoshot.{_NAME} runs on CPU and CUDA devices, not on {ctx.module_context.platforms}; use jax.lax.psum "
-        "and a norm of your own"
+    return _api.in_rounds(
+        most_rows, lambda x, h: all_reduce_rms_norm_p.bind(x, h, weight, *place, **params), x, residual
     )
 
 
-mlir.register_lowering(all_reduce_rms_norm_p, _lower_other)
-mlir.register_lowering(all_reduce_rms_norm_p, lower_cpu, platform="cpu")
-mlir.register_lowering(all_reduce_rms_norm_p, _lower_cuda, platform="cuda")
+AND_A_NORM = "jax.lax.psum and a norm of your own"
+_api.register_lowerings(all_reduce_rms_norm_p, _NAME, cpu=lower_cpu, cuda=_lower_cuda, instead=AND_A_NORM)

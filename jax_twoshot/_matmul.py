@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from jax_twoshot import _api, _compat, _cute_call, cubin, protocol, workspace
+from jax_twoshot import _api, _compat, _cute_call, cubin, protocol
 from jax_twoshot.workspace import Workspace, axes_text
 
 _NAME = "matmul_all_reduce"
@@ -68,13 +68,9 @@ def matmul_all_reduce(
             group,
             axes=axes.names,
             tp=axes.tp,
-            workspace=_resolve(workspace, axes, protocol.FORMATS[a.dtype.name]),
+            workspace=_api.resolve(workspace, axes, protocol.FORMATS[a.dtype.name]),
             typed=typed,
         )
-
-
-def _resolve(given: Workspace | None, axes: _api.Axes, fmt: protocol.Format) -> workspace.Handle | None:
-    return workspace.resolve(given, axes.names, axes.sizes, fmt)
 
 
 def _product(a: jax.Array, w: jax.Array) -> jax.Array:
@@ -176,19 +172,9 @@ def _lower_cuda(ctx, a, w, rank, group, **params):
 
 
 def _in_rounds(most_rows, params, a, w, *place):
-    """Rows that one launch cannot take, a launch for each round."""
-    flat = a.reshape(-1, a.shape[-1])
-    starts = range(0, len(flat), most_rows)
-    rounds = [matmul_all_reduce_p.bind(flat[start : start + most_rows], w, *place, **params) for start in starts]
-    return jnp.concatenate(rounds).reshape(*a.shape[:-1], w.shape[1])
+    return _api.in_rounds(most_rows, lambda a: matmul_all_reduce_p.bind(a, w, *place, **params), a)
 
 
-def _lower_other(ctx, *operands, **_):
-    raise NotImplementedError(
-        f"jax_twoshot.{_NAME} runs on CPU and CUDA devices, not on {ctx.module_context.platforms}; use jax.lax.psum"
-    )
-
-
-mlir.register_lowering(matmul_all_reduce_p, _lower_other)
-mlir.register_lowering(matmul_all_reduce_p, mlir.lower_fun(_composed, multiple_results=False), platform="cpu")
-mlir.register_lowering(matmul_all_reduce_p, _lower_cuda, platform="cuda")
+_api.register_lowerings(
+    matmul_all_reduce_p, _NAME, cpu=mlir.lower_fun(_composed, multiple_results=False), cuda=_lower_cuda
+)

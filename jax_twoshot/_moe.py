@@ -94,8 +94,8 @@ def moe_tail(
         params = _Params(
             axes.names,
             axes.tp,
-            _resolve(workspace, axes, fmt, deferred=True),
-            _resolve(None, axes, fmt, deferred=False),
+            _api.resolve(workspace, axes, fmt, deferred=True),
+            _api.resolve(None, axes, fmt),
             typed,
         )
         own = (_api.varying_over(array, (*axes.names, *around), typed) for array in operands[:4])
@@ -120,12 +120,6 @@ class _Params(NamedTuple):
     workspace: workspace.Handle | None
     sums: workspace.Handle | None
     typed: bool
-
-
-def _resolve(
-    given: Workspace | None, axes: _api.Axes, fmt: protocol.Format, *, deferred: bool
-) -> workspace.Handle | None:
-    return workspace.resolve(given, axes.names, axes.sizes, fmt, deferred=deferred)
 
 
 def _check_arrays(
@@ -223,46 +217,35 @@ def _lower_cpu(ctx, experts, index, scale, shared, *others, sums, **params):
 
 def _lower_cuda(ctx, *operands, **params):
     what = f"jax_twoshot.{_NAME} over {axes_text(params['axes'])}"
-    (slots, width), (*rows, top_k) = ctx.avals_in[0].shape, ctx.avals_in[1].shape
+    (slots, width), (*rows_of, top_k) = ctx.avals_in[0].shape, ctx.avals_in[1].shape
     dtype, workspace = ctx.avals_in[0].dtype, params["workspace"]
     if workspace is None or workspace.gpu is None:
         raise _api.no_workspace(what, dtype, ", generations=3")
-    fmt, gpu = protocol.FORMATS[dtype.name], workspace.gpu
+    fmt, gpu, rows = protocol.FORMATS[dtype.name], workspace.gpu, math.prod(rows_of)
     most_rows = _api.rows_in_a_round(what, workspace, width, fmt)
-    if math.prod(rows) > most_rows:
+    if rows > most_rows:
         rounds = mlir.lower_fun(functools.partial(_in_rounds, most_rows, params), multiple_results=True)
         return rounds(ctx, *operands)
-    blocks, _ = protocol.norm_blocks(fmt.chunks(width))
-    kernel = cubin.moe_tail_kernel(params["tp"], fmt.name, gpu.multicast, gpu.arch, blocks)
     row_chunks = fmt.chunks(width)
+    blocks, _ = protocol.norm_blocks(row_chunks)
+    kernel = cubin.moe_tail_kernel(params["tp"], fmt.name, gpu.multicast, gpu.arch, blocks)
     return _cute_call.lower(
         ctx.replace(avals_in=ctx.avals_in[:6]),  # the rank and the group are the workspace's to know
         operands[:6],
         kernel=kernel,
         workspace=workspace,
-        grid=_fused.grid_of_rows(gpu, kernel, math.prod(rows), row_chunks),
-        scalars=[math.prod(rows), row_chunks, slots, top_k, _fused.bits_of(params["eps"])],
+        grid=_fused.grid_of_rows(gpu, kernel, rows, row_chunks),
+        scalars=[rows, row_chunks, slots, top_k, _fused.bits_of(params["eps"])],
         what=what,
     )
 
 
 def _in_rounds(most_rows, params, experts, index, scale, shared, residual, weight, *place):
-    """Whole rows of what is larger than the workspace, a launch for each."""
-    flat = [array.reshape(-1, array.shape[-1]) for array in (index, scale, shared, residual)]
-    calls = [
-        moe_tail_p.bind(experts, *(array[start : start + most_rows] for array in flat), weight, *place, **params)
-        for start in range(0, len(flat[0]), most_rows)
-    ]
-    return [jnp.concatenate(results).reshape(residual.shape) for results in zip(*calls, strict=True)]
-
-
-def _lower_other(ctx, *operands, **_):
-    raise NotImplementedError(
-        f"jax_twoshot.{_NAME} runs on CPU and CUDA devices, not on {ctx.module_context.platforms}; use jax.lax.psum "
-        "and a norm of your own"
+    return _api.in_rounds(
+        most_rows,
+        lambda *rows: moe_tail_p.bind(experts, *rows, weight, *place, **params),
+        *(index, scale, shared, residual),
     )
 
 
-mlir.register_lowering(moe_tail_p, _lower_other)
-mlir.register_lowering(moe_tail_p, _lower_cpu, platform="cpu")
-mlir.register_lowering(moe_tail_p, _lower_cuda, platform="cuda")
+_api.register_lowerings(moe_tail_p, _NAME, cpu=_lower_cpu, cuda=_lower_cuda, instead=_fused.AND_A_NORM)

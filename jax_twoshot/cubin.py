@@ -26,7 +26,7 @@ import stat
 import struct
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -99,6 +99,8 @@ def _has_pdl_and_multicast(arch: str) -> bool:
 class _ForTarget:
     """What follows from the target of a kernel, of whichever kind."""
 
+    tp: int
+    format: str
     arch: str
     multicast: bool
 
@@ -110,6 +112,22 @@ class _ForTarget:
     def _check_multicast(self) -> None:
         if self.multicast and not _has_pdl_and_multicast(self.arch):
             raise ValueError(f"multicast: needs sm_90a or later, got arch {self.arch!r}; use multicast=False")
+
+    def _compile(
+        self, kernel: Any, addresses: int, scalars: int, bounds: tuple[int, int, int], *, owners: int, deferred: bool
+    ) -> Compiled:
+        """Compiles ``kernel`` for the target, without looking anywhere; ``bounds`` are `build.Bounds`."""
+        from jax_twoshot.kernels import build, launch
+
+        arguments = launch.Arguments.example(
+            tp=self.tp,
+            format=FORMATS[self.format],
+            owners=owners,
+            multicasts=self.multicast,
+            deferred=deferred,
+            pdl=self.pdl,
+        )
+        return build.compile_method(kernel, addresses, scalars, arguments, build.Bounds(*bounds), self.arch)
 
 
 @dataclass(frozen=True)
@@ -152,19 +170,10 @@ class Variant(_ForTarget):
 
     def compile(self) -> Compiled:
         """Compiles it, without looking anywhere."""
-        from jax_twoshot.kernels import build, launch
         from jax_twoshot.kernels.all_reduce import AllReduce
 
-        arguments = launch.Arguments.example(
-            tp=self.tp,
-            format=FORMATS[self.format],
-            owners=self.tp,
-            multicasts=self.multicast,
-            deferred=False,
-            pdl=self.pdl,
-        )
-        bounds = build.Bounds(THREADS, CTAS_PER_SM, shared_memory=0)
-        return build.compile_method(AllReduce(algorithm=self.algorithm), 2, 1, arguments, bounds, self.arch)
+        kernel = AllReduce(algorithm=self.algorithm)
+        return self._compile(kernel, 2, 1, (THREADS, CTAS_PER_SM, 0), owners=self.tp, deferred=False)
 
     def how_to_compile(self, folder: Path | str) -> str:
         """What puts it into ``folder``."""
@@ -242,19 +251,11 @@ class Kernel(_ForTarget):
 
     def compile(self) -> Compiled:
         """Compiles it, without looking anywhere."""
-        from jax_twoshot.kernels import build, launch
-
         kernel = getattr(_load(self.source), self.class_name)(**dict(self.parameters))
-        arguments = launch.Arguments.example(
-            tp=self.tp,
-            format=FORMATS[self.format],
-            owners=self.owners,
-            multicasts=self.multicast,
-            deferred=self.deferred,
-            pdl=self.pdl,
+        bounds = (self.threads, self.ctas_per_sm, self.shared_memory)
+        return self._compile(
+            kernel, self.addresses, self.scalars, bounds, owners=self.owners, deferred=self.deferred
         )
-        bounds = build.Bounds(self.threads, self.ctas_per_sm, self.shared_memory)
-        return build.compile_method(kernel, self.addresses, self.scalars, arguments, bounds, self.arch)
 
 
 def _store(multicast: bool) -> str:
@@ -494,22 +495,15 @@ def rms_norm_kernel(
 def moe_tail_kernel(
     tp: int, format: str, multicast: bool, arch: str, blocks: int, *, owners: int | None = None
 ) -> Kernel:
-    """The kernel of ``moe_tail`` for rows of ``blocks`` blocks (`protocol.norm_blocks`)."""
-    return Kernel(
+    """The kernel of ``moe_tail`` for rows of ``blocks`` blocks: `rms_norm_kernel` with more in front."""
+    return replace(
+        rms_norm_kernel(tp, format, multicast, arch, "two_shot", blocks, owners=owners),
         source="jax_twoshot.kernels.moe",
         class_name="MoeTail",
         parameters=(("blocks", blocks),),
         addresses=8,
         scalars=5,
-        tp=tp,
-        owners=owners or tp,
-        format=format,
-        multicast=multicast,
         deferred=True,
-        threads=NORM_THREADS,
-        ctas_per_sm=1,
-        shared_memory=0,
-        arch=arch,
     )
 
 

@@ -7,7 +7,6 @@ share of the sums smaller.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,7 +16,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from jax_twoshot.cli.bench import Program
+from jax_twoshot.cli.bench import Program, seconds_of
 
 LAYERS = 4
 STEPS = 20
@@ -97,9 +96,11 @@ class DecodeRun:
         return wrong
 
     def seconds(self) -> float:
-        x = jax.block_until_ready(self._step(self._x, self._layers))  # takes up how much later the last rank starts
-        start = time.perf_counter()
-        for _ in range(STEPS):
+        x = self._x
+
+        def step() -> jax.Array:
+            nonlocal x
             x = self._step(x, self._layers)
-        jax.block_until_ready(x)
-        return (time.perf_counter() - start) / STEPS
+            return x
+
+        return seconds_of(step, STEPS)
