@@ -204,8 +204,9 @@ Table = tuple[tuple[int, int], ...]
 ONE_SHOT_SHARED_GPU: Table = ((2, 64 * 14336), (4, 16 * 14336), (8, 2 * 14336))
 """(ranks, bytes): up to so many ranks, of which several share a GPU, one-shot sums messages of up to so many bytes.
 
-Measured on one H200, rows of 7168 BF16: one-shot was ahead up to 64 rows at TP 2 (the most that was measured), 16 at
-TP 4, 2 at TP 8 (3.07 us against 3.52; at 4 rows 4.12 against 3.99)."""
+Measured on one H200, rows of 7168 BF16, the most 64: one-shot was ahead up to 32 rows at TP 2, and at 64 the two were
+equal (3.6 us); up to 16 at TP 4 (4.24 us against 5.25; at 32 rows 8.56 against 6.57), up to 2 at TP 8 (3.10 us against
+3.53; at 4 rows 4.15 against 3.99)."""
 ONE_SHOT_NVLINK: Table = ((2, 1 << 20), (4, 1 << 17), (8, 1 << 15))
 """The same for ranks on GPUs of their own. TP 2 is measured (two H200 over NVLink, up to 64 rows of 7168 BF16: two
 shots took 1.18 to 1.57 times as long). The others are reasoned, not tuned: one-shot moves ``(TP - 1) (1 - 2 / TP)``

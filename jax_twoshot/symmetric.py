@@ -977,7 +977,7 @@ class _Exchanges:
     """Counts the exchanges of one rendezvous from 0.
 
     Torch counts those of a process, for ever. After a rendezvous that only some ranks have begun, these would wait in
-    every later one for keys that the others call otherwise (seen on an H200).
+    every later one for keys that the others call otherwise (such waits were seen on an H200).
     """
 
     def __init__(self) -> None:

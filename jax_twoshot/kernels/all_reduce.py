@@ -58,11 +58,11 @@ tables; what is within a few percent of each other is the same).
   slower.
 - A GPU of one's own: 448 CTAs, one chunk a thread, instead of 396 (`protocol.OWN_GPU_SHARE`): 4.47 instead of 4.71,
   one shot of 64 rows over NVLink.
-- As many batches for every thread (`protocol.grid`), ranks under MPS, two shots: at TP 8 and 8 / 16 / 32 rows 6.3 / 7.5
-  / 10.5 instead of 8.5 / 9.1 / 11.4, at TP 4 and 16 / 32 rows 4.9 / 6.25 instead of 5.6 / 6.5; one shot of 16 rows at
-  TP 4 4.07 instead of 4.95. With an odd number of chunks a thread, half of whose last batch is empty, 16 rows at TP 8
-  took 8.8. A third of the threads instead of half of them: 5.7 at TP 4 and 32 rows, but 18.7 instead of 16.5 at TP 8
-  and 64. Threads that have nothing left poll, and what they poll is the L2 that the others need.
+- As many batches for every thread (`protocol.grid`), ranks under MPS, two shots: at TP 8 and 8 / 16 / 32 rows 6.3 /
+  7.5 / 10.9 instead of 8.5 / 9.1 / 11.4, at TP 4 and 16 / 32 rows 4.9 / 6.25 instead of 5.6 / 6.5; one shot of 16
+  rows at TP 4 4.07 instead of 4.95. With an odd number of chunks a thread, half of whose last batch is empty, 16 rows
+  at TP 8 took 8.8. Half as many threads: 5.7 at TP 4 and 32 rows, but 18.7 instead of 16.5 at TP 8 and 64. Threads
+  that have nothing left poll, and what they poll is the L2 that the others need.
 - The next launch let start at the end, behind a barrier, or not at all, which let a grid be twice as large: equal, and
   0.45 to 0.5 us a call slower than as soon as the launch has begun (1.78 and 2.25 at one row of TP 4). Ranks that share
   a GPU with other kernels have to (`protocol.most_ctas`).
