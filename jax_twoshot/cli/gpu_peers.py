@@ -458,11 +458,19 @@ def _torch_one_shot(cell: Cell) -> Contender:
     return GraphRun(cell, lambda: torch.ops.symm_mem.one_shot_all_reduce_out(x, "sum", group, out), x, out)
 
 
-def _torch_two_shot(cell: Cell) -> Contender:
+def _torch_two_shot(cell: Cell, copied: bool = False) -> Contender:
+    """In place in symmetric memory; ``copied``, after a copy of an operand that lies elsewhere, as JAX's do."""
     import torch
 
-    x, _, group = _symmetric(cell)
-    return GraphRun(cell, lambda: torch.ops.symm_mem.two_shot_all_reduce_(x, "sum", group), x, x)
+    shared, _, group = _symmetric(cell)
+    x = _empty(cell) if copied else shared
+
+    def call() -> None:
+        if copied:
+            shared.copy_(x)
+        torch.ops.symm_mem.two_shot_all_reduce_(shared, "sum", group)
+
+    return GraphRun(cell, call, x, shared)
 
 
 def _refuse_without_multicast(cell: Cell) -> None:
@@ -572,6 +580,7 @@ PEERS = (
     Peer(REPLAYED[1], GRAPH, _ours_replayed),
     Peer("torch one-shot", GRAPH, _torch_one_shot),
     Peer("torch two-shot", GRAPH, _torch_two_shot),
+    Peer("torch two-shot, copied in", GRAPH, functools.partial(_torch_two_shot, copied=True)),
     Peer("torch multimem", GRAPH, _torch_multimem),
     Peer("flashinfer one-shot", GRAPH, functools.partial(_flashinfer, one_shot=True), COMPILE_SECONDS),
     Peer("flashinfer two-shot", GRAPH, functools.partial(_flashinfer, one_shot=False), COMPILE_SECONDS),
