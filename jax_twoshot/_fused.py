@@ -68,13 +68,13 @@ def all_reduce_rms_norm(
     check_eps(_NAME, eps)
     for name, array in (("residual", residual), ("weight", weight)):
         check_same_on_all_ranks(_NAME, name, array, axes)
+    handle = _api.resolve(workspace, axes, fmt)
     with jax.named_scope(f"jax_twoshot.{_NAME}"):
         if axes.tp == 1 or x.size == 0:
             new_residual = _api.all_reduce(x, axis_name) + residual
             return rms_norm(new_residual, weight, eps), new_residual
         rank, group, typed = _api.place(axes)
         shared = set().union(*(_compat.varying(jax.typeof(a)) for a in (x, residual, weight))) - set(axes.names)
-        handle = _api.resolve(workspace, axes, fmt)
         return tuple(
             all_reduce_rms_norm_p.bind(
                 _api.varying_over(x, (*axes.names, *shared), typed),
@@ -245,7 +245,9 @@ def launch(
     chunks = rows * row_chunks
     (one,) = protocol.rounds(workspace.layout, chunks, one_shot_bytes=gpu.one_shot_bytes)
     blocks, _ = protocol.norm_blocks(row_chunks)
-    kernel = cubin.rms_norm_kernel(workspace.layout.tp, fmt.name, gpu.multicast, gpu.arch, one.algorithm, blocks)
+    kernel = cubin.rms_norm_kernel(
+        workspace.layout.tp, fmt.name, gpu.multicast, gpu.arch, one.algorithm, blocks, owners=workspace.owners
+    )
     return kernel, grid_of_rows(gpu, kernel, rows, row_chunks), [rows, row_chunks, bits_of(eps)]
 
 

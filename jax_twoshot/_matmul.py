@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from jax_twoshot import _api, _compat, _cute_call, cubin, protocol
+from jax_twoshot import _api, _compat, _cute_call, cubin, protocol, workspace
 from jax_twoshot.workspace import Workspace, axes_text
 
 _NAME = "matmul_all_reduce"
@@ -56,6 +56,7 @@ def matmul_all_reduce(
     axes = _api.all_manual_axes(_NAME, axis_name)
     a, w = map(jnp.asarray, (a, w))
     _check_arrays(a, w)
+    handle = _api.resolve(workspace, axes, protocol.FORMATS[a.dtype.name])
     with jax.named_scope(f"jax_twoshot.{_NAME}"):
         if axes.tp == 1 or a.size == 0 or w.size == 0:
             return _api.all_reduce(_product(a, w), axis_name)
@@ -68,7 +69,7 @@ def matmul_all_reduce(
             group,
             axes=axes.names,
             tp=axes.tp,
-            workspace=_api.resolve(workspace, axes, protocol.FORMATS[a.dtype.name]),
+            workspace=handle,
             typed=typed,
         )
 
@@ -151,24 +152,37 @@ def _lower_cuda(ctx, a, w, rank, group, **params):
     workspace, fmt = params["workspace"], protocol.FORMATS[dtype.name]
     if workspace is None or workspace.gpu is None:
         raise _api.no_workspace(what, dtype)
-    rows, row_chunks = math.prod(shape[:-1]), fmt.chunks(width)
+    rows = math.prod(shape[:-1])
     most_rows = min(_api.rows_in_a_round(what, workspace, width, fmt), protocol.MATMUL_MAX_ROWS)
     if rows > most_rows:
         rounds = mlir.lower_fun(functools.partial(_in_rounds, most_rows, params), multiple_results=False)
         return rounds(ctx, a, w, rank, group)
-    gpu, chunks = workspace.gpu, rows * row_chunks
-    row_tiles = next(tiles for tiles in protocol.MATMUL_ROW_TILES if rows <= 16 * tiles)
-    kernel = cubin.matmul_kernel(params["tp"], fmt.name, gpu.multicast, gpu.arch, row_tiles)
-    most_ctas = protocol.most_ctas(gpu.ranks_on_device, gpu.sm_count, kernel.ctas_per_sm)
+    kernel, grid, scalars = launch(workspace, fmt, rows, depth, width)
     return _cute_call.lower(
         ctx.replace(avals_in=ctx.avals_in[:2]),  # the rank and the group are the workspace's to know
         [a, w],
         kernel=kernel,
         workspace=workspace,
-        grid=min(max(width // protocol.MATMUL_COLUMNS, protocol.ceil_div(chunks, kernel.threads)), most_ctas),
-        scalars=[rows, depth, width],
+        grid=grid,
+        scalars=scalars,
         what=what,
     )
+
+
+def launch(
+    workspace: workspace.Handle, fmt: protocol.Format, rows: int, depth: int, width: int
+) -> tuple[cubin.Kernel, int, list[int]]:
+    """The kernel for rows that one round carries, its grid and its scalars."""
+    gpu = workspace.gpu
+    assert gpu is not None
+    row_tiles = next(tiles for tiles in protocol.MATMUL_ROW_TILES if rows <= 16 * tiles)
+    kernel = cubin.matmul_kernel(
+        workspace.layout.tp, fmt.name, gpu.multicast, gpu.arch, row_tiles, owners=workspace.owners
+    )
+    most = protocol.most_ctas(gpu.ranks_on_device, gpu.sm_count, kernel.ctas_per_sm)
+    chunks = rows * fmt.chunks(width)
+    grid = min(max(width // protocol.MATMUL_COLUMNS, protocol.ceil_div(chunks, kernel.threads)), most)
+    return kernel, grid, [rows, depth, width]
 
 
 def _in_rounds(most_rows, params, a, w, *place):

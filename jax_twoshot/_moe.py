@@ -85,19 +85,14 @@ def moe_tail(
     _fused.check_eps(_NAME, eps)
     for name, array in (("residual", operands[4]), ("weight", operands[5])):
         _fused.check_same_on_all_ranks(_NAME, name, array, axes)
+    handle = _api.resolve(workspace, axes, fmt, deferred=True)
     with jax.named_scope(f"jax_twoshot.{_NAME}"):
         if axes.tp == 1 or operands[3].size == 0:
             part, (residual, weight) = combine(*operands[:4]), operands[4:]
             return _fused.all_reduce_rms_norm(part, residual, weight, axis_name, eps=eps)
         rank, group, typed = _api.place(axes)
         around = set().union(*(_compat.varying(jax.typeof(a)) for a in operands)) - set(axes.names)
-        params = _Params(
-            axes.names,
-            axes.tp,
-            _api.resolve(workspace, axes, fmt, deferred=True),
-            _api.resolve(None, axes, fmt),
-            typed,
-        )
+        params = _Params(axes.names, axes.tp, handle, _api.resolve(None, axes, fmt), typed)
         own = (_api.varying_over(array, (*axes.names, *around), typed) for array in operands[:4])
         same = (_api.varying_over(array, around, typed) for array in operands[4:])
         eps = float(np.float32(eps))
@@ -221,23 +216,35 @@ def _lower_cuda(ctx, *operands, **params):
     dtype, workspace = ctx.avals_in[0].dtype, params["workspace"]
     if workspace is None or workspace.gpu is None:
         raise _api.no_workspace(what, dtype, ", generations=3")
-    fmt, gpu, rows = protocol.FORMATS[dtype.name], workspace.gpu, math.prod(rows_of)
+    fmt, rows = protocol.FORMATS[dtype.name], math.prod(rows_of)
     most_rows = _api.rows_in_a_round(what, workspace, width, fmt)
     if rows > most_rows:
         rounds = mlir.lower_fun(functools.partial(_in_rounds, most_rows, params), multiple_results=True)
         return rounds(ctx, *operands)
-    row_chunks = fmt.chunks(width)
-    blocks, _ = protocol.norm_blocks(row_chunks)
-    kernel = cubin.moe_tail_kernel(params["tp"], fmt.name, gpu.multicast, gpu.arch, blocks)
+    kernel, grid, scalars = launch(workspace, fmt, rows, width, slots, top_k, params["eps"])
     return _cute_call.lower(
         ctx.replace(avals_in=ctx.avals_in[:6]),  # the rank and the group are the workspace's to know
         operands[:6],
         kernel=kernel,
         workspace=workspace,
-        grid=_fused.grid_of_rows(gpu, kernel, rows, row_chunks),
-        scalars=[rows, row_chunks, slots, top_k, _fused.bits_of(params["eps"])],
+        grid=grid,
+        scalars=scalars,
         what=what,
     )
+
+
+def launch(
+    workspace: workspace.Handle, fmt: protocol.Format, rows: int, width: int, slots: int, top_k: int, eps: float
+) -> tuple[cubin.Kernel, int, list[int]]:
+    """The kernel for rows that one round carries, its grid and its scalars."""
+    gpu, row_chunks = workspace.gpu, fmt.chunks(width)
+    assert gpu is not None
+    blocks, _ = protocol.norm_blocks(row_chunks)
+    kernel = cubin.moe_tail_kernel(
+        workspace.layout.tp, fmt.name, gpu.multicast, gpu.arch, blocks, owners=workspace.owners
+    )
+    grid = _fused.grid_of_rows(gpu, kernel, rows, row_chunks)
+    return kernel, grid, [rows, row_chunks, slots, top_k, _fused.bits_of(eps)]
 
 
 def _in_rounds(most_rows, params, experts, index, scale, shared, residual, weight, *place):

@@ -507,7 +507,9 @@ def moe_tail_kernel(
     )
 
 
-def matmul_kernel(tp: int, format: str, multicast: bool, arch: str, row_tiles: int) -> Kernel:
+def matmul_kernel(
+    tp: int, format: str, multicast: bool, arch: str, row_tiles: int, *, owners: int | None = None
+) -> Kernel:
     """The kernel of ``matmul_all_reduce`` for ``row_tiles`` times 16 rows, one of `protocol.MATMUL_ROW_TILES`."""
     return Kernel(
         source="jax_twoshot.kernels.matmul",
@@ -516,7 +518,7 @@ def matmul_kernel(tp: int, format: str, multicast: bool, arch: str, row_tiles: i
         addresses=3,
         scalars=3,
         tp=tp,
-        owners=tp,
+        owners=owners or tp,
         format=format,
         multicast=multicast,
         deferred=False,

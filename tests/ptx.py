@@ -1,7 +1,8 @@
 """Runs a kernel's PTX in Python: all threads of all ranks, interleaved at random, without a GPU.
 
-Only what the library's kernels use, without the matrix products. Memory is sequentially consistent and clocks stand
-still. A thread may be held up at every turn of a loop, at a barrier, and now and then after a store that a peer polls.
+Only what the library's kernels use; of matrix products those of BF16, summed in an order of NumPy's. Memory is
+sequentially consistent and clocks stand still. A thread may be held up at every turn of a loop, at a barrier, and now
+and then after a store that a peer polls.
 """
 
 from __future__ import annotations
@@ -81,13 +82,14 @@ class Memory:
 
 
 class Cta:
-    """What the threads of a CTA share: words of memory, and what the lanes of its warps shuffle."""
+    """What the threads of a CTA share: words of memory, and what the lanes of its warps give each other."""
 
     WARP = 32
 
     def __init__(self, threads: int) -> None:
         self._words: dict[int, int] = {}
-        self._offers: list[list[int]] = [[] for _ in range(threads)]
+        self._offers: list[list[tuple[int, ...]]] = [[] for _ in range(threads)]
+        self._products: dict[tuple[int, int], list[list[int]]] = {}
 
     def load(self, address: int) -> int:
         return self._words[address]
@@ -96,16 +98,49 @@ class Cta:
         assert address % 4 == 0
         self._words[address] = word
 
-    def offer(self, thread: int, word: int) -> None:
-        self._offers[thread].append(word)
+    def load4(self, address: int) -> tuple[int, ...]:
+        return tuple(self._words[address + at] for at in (0, 4, 8, 12))
+
+    def store4(self, address: int, *words: int) -> None:
+        for at, word in zip((0, 4, 8, 12), words, strict=True):
+            self.store(address + at, word)
+
+    def offer(self, thread: int, *words: int) -> None:
+        self._offers[thread].append(words)
 
     def all_offered(self, thread: int) -> bool:
-        """Whether every lane of the warp has come to the shuffle at which ``thread`` is."""
-        first = thread // self.WARP * self.WARP
-        return min(map(len, self._offers[first : first + self.WARP])) >= len(self._offers[thread])
+        """Whether every lane of the warp has come to the shuffle or the product at which ``thread`` is."""
+        return min(map(len, self._warp(thread))) >= len(self._offers[thread])
 
     def take(self, thread: int, mask: int) -> int:
-        return self._offers[thread ^ mask][len(self._offers[thread]) - 1]
+        return self._offers[thread ^ mask][len(self._offers[thread]) - 1][0]
+
+    def take_product(self, thread: int) -> list[int]:
+        """This lane's part of the warp's product, which the first lane to ask for it makes."""
+        number = len(self._offers[thread]) - 1
+        key = thread // self.WARP, number
+        if key not in self._products:
+            self._products[key] = _product([offers[number] for offers in self._warp(thread)])
+        return self._products[key][thread % self.WARP]
+
+    def _warp(self, thread: int) -> list[list[tuple[int, ...]]]:
+        first = thread // self.WARP * self.WARP
+        return self._offers[first : first + self.WARP]
+
+
+def _product(lanes: list[tuple[int, ...]]) -> list[list[int]]:
+    """``mma.m16n8k16`` of a warp: each lane's words of A, B and C to its words of A B + C.
+
+    Lane ``4 g + t`` holds of A rows g and g + 8 and columns 2 t, 2 t + 1 and those 8 further on, of B such rows of
+    column g, and of C columns 2 t, 2 t + 1 of rows g and g + 8.
+    """
+    words = np.array(lanes, np.uint32)
+    halves = (words[:, :6].copy().view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+    a = halves[:, :8].reshape(8, 4, 2, 2, 2).transpose(3, 0, 2, 1, 4).reshape(16, 16)
+    b = halves[:, 8:].reshape(8, 4, 2, 2).transpose(2, 1, 3, 0).reshape(16, 8)
+    c = words[:, 6:].copy().view(np.float32).reshape(8, 4, 2, 2).transpose(2, 0, 1, 3).reshape(16, 8)
+    each = (a @ b + c).reshape(2, 8, 4, 2).transpose(1, 2, 0, 3).reshape(32, 4)
+    return each.copy().view(np.uint32).tolist()
 
 
 # ---- From PTX to Python ------------------------------------------------------------------------------------
@@ -128,7 +163,7 @@ def compile_ptx(text: str) -> Kernel:
                 lines.append("   continue")
         if not block or not re.search(r"\b(bra|ret)\b", block[-1]):
             lines.append(f"   block = {number + 1}")
-    scope = {"floats": _floats, "to_bf16": _to_bf16, "signed": _signed, "hold": _hold, "np": np}
+    scope = {"floats": _floats, "to_bf16": _to_bf16, "signed": _signed, "permuted": _permuted, "hold": _hold, "np": np}
     exec("\n".join(lines), scope)
     return scope["kernel"]
 
@@ -182,6 +217,7 @@ _COMPARE = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="
 _LOGIC = {"and": "and", "or": "or", "xor": "!="}
 _FLOATS = {"add": "np.add", "mul": "np.multiply", "div": "np.divide", "sqrt": "np.sqrt"}
 _ARITHMETIC = {"add": "+", "sub": "-", "and": "&", "or": "|", "shl": "<<"}
+_UNTIL_OFFERED = "while not cta.all_offered(tid): yield False"
 
 
 def _code(operation: str, operands: list[str], labels: dict[str, int]) -> list[str]:
@@ -202,8 +238,13 @@ def _code(operation: str, operands: list[str], labels: dict[str, int]) -> list[s
             return _memory_code(kind, parts, operands)
         case "shfl":
             into, word, mask, *_ = map(_name, operands)
-            wait = "while not cta.all_offered(tid): yield False"
-            return [f"cta.offer(tid, {word})", wait, f"{into} = cta.take(tid, {mask})"]
+            return [f"cta.offer(tid, {word})", _UNTIL_OFFERED, f"{into} = cta.take(tid, {mask})"]
+        case "mma":
+            into, *words = map(_words, operands)
+            return [f"cta.offer(tid, {', '.join(words)})", _UNTIL_OFFERED, f"{into} = cta.take_product(tid)"]
+        case "prmt":
+            into, *values = map(_name, operands)
+            return [f"{into} = permuted({', '.join(values)})"]
     type_ = parts[-1]
     if type_ == "pred":
         a, *b = map(_name, operands[1:])
@@ -241,6 +282,8 @@ def _code(operation: str, operands: list[str], labels: dict[str, int]) -> list[s
             value = f"abs({signed[0]})"
         case "mov", _:
             value = signed[0]
+        case "not", _:
+            value = f"~{values[0]}"
         case "selp", _:
             value = f"({values[0]} if {values[2]} else {values[1]})"
         case "shr", _:
@@ -264,6 +307,10 @@ def _memory_code(kind: str, parts: list[str], operands: list[str]) -> list[str]:
     polled = ["hold() and (yield False)"] if parts[:2] == ["relaxed", "sys"] else []
     if kind == "ld" and parts[0] == "param":
         return [f"{_name(operands[0])} = parameters[{re.search(r'param_([0-9]+)', operands[1])[1]}]"]
+    if parts[:2] == ["shared", "v4"]:
+        if kind == "ld":
+            return [f"{_words(operands[0])} = cta.load4({_address(operands[1])})"]
+        return [f"cta.store4({_address(operands[0])}, {_words(operands[1])})"]
     if parts[0] == "shared":
         load, place = kind == "ld", _address(operands[kind == "ld"])
         return [f"{_name(operands[0])} = cta.load({place})" if load else f"cta.store({place}, {_name(operands[1])})"]
@@ -287,6 +334,12 @@ def _memory_code(kind: str, parts: list[str], operands: list[str]) -> list[str]:
 def _signed(value: int, width: int) -> int:
     value &= (1 << width) - 1
     return value - (1 << width) if value >> width - 1 else value
+
+
+def _permuted(low: int, high: int, selector: int) -> int:
+    """Of the eight bytes of two words those that the selector's digits name, the last one first."""
+    both = (low | high << 32).to_bytes(8, "little")
+    return int.from_bytes((both[selector >> 4 * place & 7] for place in range(4)), "little")
 
 
 @functools.lru_cache(1 << 16)  # threads beyond the end of a row all do the same

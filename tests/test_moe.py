@@ -289,7 +289,7 @@ class TestErrors:
 
 
 class TestCuda:
-    """What is compiled for GPUs; it runs in ``tests/gpu``, and as PTX in ``test_kernels_run.py``."""
+    """What is compiled for GPUs; it runs in ``tests/gpu``, and as PTX in ``test_moe_run.py``."""
 
     def lower(self, rows: int, width: int, k: int = 4, slots: int = 32) -> str:
         f = jax.shard_map(tail, mesh=cpu_mesh(2), in_specs=(*[P("tp")] * 4, P(), P()), out_specs=P())

@@ -38,7 +38,8 @@ Rows = list[Chunk]
 
 
 class MatmulAllReduce:
-    """The kernel; a launch has blocks of `protocol.MATMUL_THREADS`.
+    """The kernel; a launch has blocks of `protocol.MATMUL_THREADS`. In the stand-in for one GPU ``a`` and ``w`` have an
+    axis of ranks in front.
 
     Attributes:
       row_tiles: rows of ``a``, in sixteens.
@@ -68,9 +69,13 @@ class MatmulAllReduce:
         launch.wait_for_predecessor(arguments)
         call = launch.begin(arguments, chunks)
         for tile in range(cta, width // MATMUL_COLUMNS, ctas):
-            totals = self.multiply(a, w, rows, depth, width, tile, lane, arguments.format)
-            for row_tile in range_constexpr(self.row_tiles):
-                self.push_tile(call, totals[row_tile], partials, lane, row_tile * TILE_ROWS, rows, width, tile)
+            for part in range_constexpr(arguments.parts):
+                part_a = a + part * (Int64(rows) * depth * 2)
+                part_w = w + part * (Int64(depth) * width * 2)
+                totals = self.multiply(part_a, part_w, rows, depth, width, tile, lane, arguments.format)
+                for row_tile in range_constexpr(self.row_tiles):
+                    first_row = row_tile * TILE_ROWS
+                    self.push_tile(call, totals[row_tile], partials, lane, first_row, rows, width, tile, part)
         launch.settle(call)
         for index in range(thread, call.mine, threads):
             launch.reduce(call, index)
@@ -135,6 +140,7 @@ class MatmulAllReduce:
         rows: Int32,
         width: Int32,
         tile: Int32,
+        part: int,
     ) -> None:
         """Adds up what the warps have of sixteen rows of a tile, in their order, rounds and pushes it."""
         group, within = thread % WARP // 4, thread % 4
@@ -150,10 +156,10 @@ class MatmulAllReduce:
         if (row < TILE_ROWS) & (first_row + row < rows):
             total = load_shared(partials + (row * MATMUL_COLUMNS + place * 8) * 4)
             for warp in range_constexpr(1, WARPS):
-                part = load_shared(partials + ((warp * TILE_ROWS + row) * MATMUL_COLUMNS + place * 8) * 4)
-                total = [x + y for x, y in zip(total, part, strict=True)]
+                share = load_shared(partials + ((warp * TILE_ROWS + row) * MATMUL_COLUMNS + place * 8) * 4)
+                total = [x + y for x, y in zip(total, share, strict=True)]
             chunk = (first_row + row) * (width // 8) + tile * TILE_CHUNKS + place
-            launch.push(call, chunk, twoshot.narrow(total, call.buffers.format))
+            launch.push(call, chunk, twoshot.narrow(total, call.buffers.format), part)
 
 
 @cute.jit

@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,7 @@ from jax.sharding import Mesh
 from worker import Job
 
 import jax_twoshot
-from jax_twoshot import _ffi, protocol, reference, symmetric
+from jax_twoshot import _ffi, _fused, _matmul, _moe, cubin, protocol, reference, symmetric
 from jax_twoshot.cli import selftest
 
 BF16 = np.dtype(jnp.bfloat16)
@@ -341,8 +341,8 @@ def rms_norm(job: Job) -> dict[str, Any]:
     random, tp = np.random.default_rng(12), job.tp
 
     def draw(rows: int, width: int) -> tuple[np.ndarray, ...]:
-        residual, weight = values(random, rows, width), values(random, width)
-        return values(random, tp, rows, width), *_on_each(tp, residual, weight)
+        x, *same = _draw_rms_norm(random, tp, rows, width)
+        return x, *_on_each(tp, *same)
 
     def oracle(x: np.ndarray, residual: np.ndarray, weight: np.ndarray) -> tuple[np.ndarray, ...]:
         return reference.all_reduce_rms_norm(x, residual[0], weight[0], EPS)
@@ -360,11 +360,8 @@ def moe_tail(job: Job) -> dict[str, Any]:
     random, tp = np.random.default_rng(14), job.tp
 
     def draw(rows: int, width: int, k: int) -> tuple[np.ndarray, ...]:
-        slots = 1 + rows * k // 2
-        index = random.integers(-(slots // 4) - 1, slots, (tp, rows, k)).astype(np.int32)
-        routed = values(random, tp, slots, width), index, random.random(index.shape, np.float32)
-        residual, weight = values(random, rows, width), values(random, width)
-        return values(random, tp, rows, width), *_on_each(tp, residual, weight), *routed
+        *routed, shared, residual, weight = _draw_moe_tail(random, tp, rows, width, k)
+        return shared, *_on_each(tp, residual, weight), *routed
 
     def oracle(shared: np.ndarray, residual: np.ndarray, weight: np.ndarray, *routed: np.ndarray) -> Any:
         return reference.moe_tail(*routed, shared, residual[0], weight[0], EPS)
@@ -375,6 +372,29 @@ def moe_tail(job: Job) -> dict[str, Any]:
             return jax_twoshot.moe_tail(*routed, shared, residual, weight, "tp", eps=EPS, workspace=workspace)
 
         return _check_layers(job, random, call, oracle, draw, MOE_SHAPES, (*SHAPE, 4), runs=12)
+
+
+def _draw_rms_norm(random: np.random.Generator, tp: int, rows: int, width: int) -> tuple[np.ndarray, ...]:
+    """x ``[TP, ...]``, the residual, the weight."""
+    return values(random, tp, rows, width), values(random, rows, width), values(random, width)
+
+
+def _draw_moe_tail(random: np.random.Generator, tp: int, rows: int, width: int, k: int) -> tuple[np.ndarray, ...]:
+    """Experts, index, scale and shared part, ``[TP, ...]`` each, the residual, the weight."""
+    slots = 1 + rows * k // 2
+    index = random.integers(-(slots // 4) - 1, slots, (tp, rows, k)).astype(np.int32)
+    routed = values(random, tp, slots, width), index, random.random(index.shape, np.float32)
+    return *routed, *_draw_rms_norm(random, tp, rows, width)
+
+
+def _draw_matmul(random: np.random.Generator, tp: int, rows: int, depth: int, width: int) -> tuple[np.ndarray, ...]:
+    """Integers, for which every order of K has the same bits: a and w, ``[TP, ...]`` each."""
+    a, w = (random.integers(-4, 5, shape).astype(BF16) for shape in ((tp, rows, depth), (tp, depth, width)))
+    return a, w
+
+
+def _matmul_oracle(a: np.ndarray, w: np.ndarray) -> np.ndarray:
+    return reference.all_reduce(np.matmul(a.astype(np.float32), w.astype(np.float32)).astype(BF16))
 
 
 def _on_each(tp: int, *arrays: np.ndarray) -> list[np.ndarray]:
@@ -476,19 +496,137 @@ def _run_undisturbed(
 
 
 def matmul(job: Job) -> dict[str, Any]:
-    """``matmul_all_reduce`` of integers, for which every order of K has the same bits: sizes that walk, a rank late."""
+    """``matmul_all_reduce`` of integers: sizes that walk, a rank late."""
     random, tally = np.random.default_rng(13), Tally()
     with jax_twoshot.Workspace(job.mesh, "tp", rows=64, width=7168) as workspace:
         program = job.program(lambda a, w: jax_twoshot.matmul_all_reduce(a, w, "tp", workspace=workspace))
         for run in range(job.runs(120)):
-            rows, depth, width = MATMUL_SHAPES[run % len(MATMUL_SHAPES)]
-            a, w = (random.integers(-4, 5, s).astype(BF16) for s in ((job.tp, rows, depth), (job.tp, depth, width)))
+            shape = MATMUL_SHAPES[run % len(MATMUL_SHAPES)]
+            a, w = _draw_matmul(random, job.tp, *shape)
             if run % 3 == 0:
                 job.hold_up_one(random)
-            parts = np.matmul(a.astype(np.float32), w.astype(np.float32)).astype(BF16)
-            got = program(job.place(a), job.place(w))
-            tally.add(f"run {run} of {rows} x {depth} x {width}", got, reference.all_reduce(parts))
+            tally.add(f"run {run} of {shape}", program(job.place(a), job.place(w)), _matmul_oracle(a, w))
     return tally.result()
+
+
+def stand_in_layers(job: Job) -> dict[str, Any]:
+    """The fused layers' kernels on one GPU whose slots play the ranks: sizes that walk, some layers a program."""
+    random, tally = np.random.default_rng(22), Tally()
+    for tp in (2, 4, 8):
+        for layer in STAND_IN_LAYERS:
+            options = {"owners": 1, "tp": tp, "generations": layer.generations}
+            with jax_twoshot.Workspace(job.mesh, "tp", rows=64, width=7168, **options) as workspace:
+                program = job.program(functools.partial(_layers_on_stand_in, layer, workspace))
+                for run in range(job.runs(3 * len(layer.shapes))):
+                    shape = layer.shapes[run % len(layer.shapes)]
+                    given = layer.draw(random, tp, *shape)
+                    want = _follow_each_other(layer, layer.oracle, given)
+                    results = program(*(job.place(array[None]) for array in given))
+                    for index, (got, expected) in enumerate(zip(results, want, strict=True)):
+                        what = f"{layer.call.__name__}, {tp} ranks, run {run} of {shape}, result {index}"
+                        tally.add(what, got, expected)
+    return tally.result()
+
+
+def _layers_on_stand_in(layer: StandInLayer, workspace: jax_twoshot.Workspace, *operands: jax.Array) -> list[jax.Array]:
+    return _follow_each_other(layer, functools.partial(layer.call, workspace), operands)
+
+
+def _follow_each_other(layer: StandInLayer, call: Callable, operands: Sequence[Any]) -> list[Any]:
+    """All results; each call gets the new residual of the one before it, the last operand but one."""
+    results: list[Any] = []
+    for _ in range(layer.calls):
+        results += call(*operands)
+        operands = *operands[:-2], results[-1], operands[-1]
+    return results
+
+
+def _rms_norm_on_stand_in(workspace: jax_twoshot.Workspace, *operands: jax.Array) -> list[jax.Array]:
+    residual = operands[-2]
+    launch = _fused.launch(workspace.handle, workspace.format, *residual.shape, EPS)
+    return _on_stand_in(workspace, launch, operands, [residual.shape] * 2)
+
+
+def _moe_tail_on_stand_in(workspace: jax_twoshot.Workspace, *operands: jax.Array) -> list[jax.Array]:
+    experts, index, *_, residual, _ = operands
+    sizes = *residual.shape, experts.shape[1], index.shape[2]
+    launch = _moe.launch(workspace.handle, workspace.format, *sizes, EPS)
+    return _on_stand_in(workspace, launch, operands, [residual.shape] * 2)
+
+
+def _matmul_on_stand_in(workspace: jax_twoshot.Workspace, a: jax.Array, w: jax.Array) -> list[jax.Array]:
+    (_, rows, depth), (_, _, width) = a.shape, w.shape
+    launch = _matmul.launch(workspace.handle, workspace.format, rows, depth, width)
+    return _on_stand_in(workspace, launch, (a, w), [(rows, width)])
+
+
+def _on_stand_in(
+    workspace: jax_twoshot.Workspace,
+    launch: tuple[cubin.Kernel, int, list[int]],
+    operands: Sequence[jax.Array],
+    shapes: Sequence[tuple[int, ...]],
+) -> list[jax.Array]:
+    """A kernel of the library's, launched as its call would on a group; operands that differ have an axis of ranks."""
+    kernel, grid, scalars = launch
+    return jax_twoshot.cute_call(
+        jax_twoshot.CuteKernel(kernel.source, kernel.class_name, **dict(kernel.parameters)),
+        *operands,
+        workspace=workspace,
+        out_shape=[jax.ShapeDtypeStruct(shape, BF16) for shape in shapes],
+        grid=grid,
+        scalars=scalars,
+        threads=kernel.threads,
+        ctas_per_sm=kernel.ctas_per_sm,
+        varying=(),
+    )
+
+
+class StandInLayer(NamedTuple):
+    """A fused layer, as `stand_in_layers` checks it.
+
+    Attributes:
+      call: of a workspace and the operands: the results.
+      oracle: of the operands: what they must be.
+      draw: random operands for a number of ranks and a shape.
+      shapes: to be walked through.
+      generations: of the workspace.
+      calls: that follow each other in one program.
+    """
+
+    call: Callable
+    oracle: Callable
+    draw: Callable
+    shapes: Sequence[tuple[int, ...]]
+    generations: int
+    calls: int
+
+
+STAND_IN_LAYERS = (
+    StandInLayer(
+        _rms_norm_on_stand_in,
+        functools.partial(reference.all_reduce_rms_norm, eps=EPS),
+        _draw_rms_norm,
+        ((1, 7168), (64, 7168), (3, 576), (12, 2880)),
+        generations=2,
+        calls=3,
+    ),
+    StandInLayer(
+        _moe_tail_on_stand_in,
+        functools.partial(reference.moe_tail, eps=EPS),
+        _draw_moe_tail,
+        ((1, 7168, 8), (16, 7168, 8), (3, 576, 2), (12, 2880, 4)),
+        generations=3,
+        calls=3,
+    ),
+    StandInLayer(
+        _matmul_on_stand_in,
+        lambda a, w: [_matmul_oracle(a, w)],
+        _draw_matmul,
+        ((1, 896, 7168), (64, 320, 7168), (3, 64, 576), (17, 96, 2880)),
+        generations=2,
+        calls=1,
+    ),
+)
 
 
 # ---- Soak --------------------------------------------------------------------------------------------------

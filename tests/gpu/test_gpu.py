@@ -72,6 +72,7 @@ def cpu_digest(tp):
 
 # ---- Kernels of one's own ----------------------------------------------------------------------------------
 
+STAND_IN_CALLS = {"stand_in": 4 * 100 * 3, "stand_in_layers": 3 * (4 * 3 * (6 + 6 + 1))}
 KERNEL_CALLS = {"cute": 400 * 3, "all_to_all": 100, "deferred_soak": 20_032}
 
 
@@ -91,13 +92,14 @@ def test_no_bit_of_a_kernel_of_ones_own_is_wrong(kernels, check, figure):
 @pytest.fixture(scope="module")
 def one_gpu(gpu):
     """Results of one process that plays all ranks."""
-    return worker.launch(1, ["stand_in", "oversize"])[0]
+    return worker.launch(1, [*STAND_IN_CALLS, "oversize"])[0]
 
 
-def test_one_gpu_plays_all_ranks(one_gpu, figure):
-    result = one_gpu["stand_in"]
+@pytest.mark.parametrize("check", STAND_IN_CALLS)
+def test_one_gpu_plays_all_ranks(one_gpu, check, figure):
+    result = one_gpu[check]
     figure(f"{result['seconds']} s, {result}")
-    assert (result["calls"], result["wrong"]) == (4 * 100 * 3, 0), result["first"]
+    assert (result["calls"], result["wrong"]) == (STAND_IN_CALLS[check], 0), result["first"]
 
 
 def test_a_message_that_does_not_fit_fails_the_workspace(one_gpu):
