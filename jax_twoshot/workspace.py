@@ -155,7 +155,8 @@ class Workspace:
         so ``all_reduce`` does not use one with 3.
       owners: 1 for the stand-in of a group on a mesh of one device, with ``tp``: rank 0 owns every chunk, and slots 0
         to ``tp - 1`` of its own buffers are the ranks. A kernel that is called on it pushes every rank's part itself
-        (``jax_twoshot.cutedsl.Arguments.parts``), so it can be tested and timed on one GPU, in one process.
+        (``jax_twoshot.cutedsl.Arguments.parts``), so it can be tested and timed on one GPU, in one process. Only
+        :func:`jax_twoshot.cute_call` takes such a workspace.
       tp: ranks that the stand-in plays; without ``owners`` the mesh says how many there are.
       timeout: the deadline of every wait for a peer, in seconds: of calls on this workspace, of making and of
         resetting it. 0 waits for ever; None (default) is ``JAX_TWOSHOT_TIMEOUT``. The same on every process.
@@ -368,6 +369,11 @@ class Workspace:
             return f"it was made for the mesh {dict(self.mesh.shape)}, the shard_map's is {dict(sizes)}"
         if self.axis_names != axes:
             return f"it was made for the axes {self.axis_names}, the call sums over {axes}"
+        if self.handle.owners < self.handle.layout.tp:
+            return (
+                f"it is the stand-in for {self.tp} ranks on one GPU (owners=1), which is for kernels that are called "
+                "with jax_twoshot.cute_call"
+            )
         if self.format.sentinel != fmt.sentinel:
             return f"it is armed for {self.format.name}, x is {fmt.name}"
         if deferred and not self.handle.deferred:

@@ -17,7 +17,8 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import jax_twoshot
-from jax_twoshot import cubin, protocol, reference
+from jax_twoshot import _fused, _matmul, _moe, cubin, protocol, reference
+from jax_twoshot.workspace import Gpus
 
 EPS = 1e-5
 SPECIAL = [0.0, -0.0, 1e-45, -1e-40, 1e38, -3e38, np.inf, -np.inf, np.nan, 1.0, -1e-8]
@@ -316,3 +317,54 @@ class TestCuda:
         assert not re.findall(r"\bfma|\.ftz|\.approx|\bmad\.rn\.f32", compiled.ptx)
         assert len(re.findall(r"\bsqrt\.rn\.f32", compiled.ptx)) == 1
         assert len(re.findall(r"\bdiv\.rn\.f32", compiled.ptx)) == 2
+
+
+class TestStandIn:
+    """Of one GPU for a group: the calls refuse it, their kernels are for it too."""
+
+    @pytest.fixture
+    def workspace(self) -> Iterator[jax_twoshot.Workspace]:
+        with jax_twoshot.Workspace(cpu_mesh(1), "tp", rows=3, width=576, owners=1, tp=4) as workspace:
+            workspace.handle = replace(workspace.handle, gpu=Gpus("sm_90a", False, 1, 132, 0))
+            yield workspace
+
+    @pytest.mark.parametrize(
+        "call",
+        [
+            jax_twoshot.all_reduce,
+            lambda x, axis, **more: jax_twoshot.all_reduce_rms_norm(x, x, x[0], axis, eps=EPS, **more),
+            lambda x, axis, **more: jax_twoshot.matmul_all_reduce(x, x.T[:, :1].repeat(64, 1), axis, **more),
+            lambda x, axis, **more: jax_twoshot.moe_tail(
+                *(x, jnp.zeros((3, 2), jnp.int32), jnp.ones((3, 2), jnp.float32), x, x, x[0], axis), eps=EPS, **more
+            ),
+        ],
+        ids=["all_reduce", "all_reduce_rms_norm", "matmul_all_reduce", "moe_tail"],
+    )
+    def test_the_calls_refuse_it_and_do_not_find_it(self, call: Callable, workspace: Any) -> None:
+        """Over an axis of one device there would be nothing to sum: ``x`` has no axis of ranks."""
+        x = jnp.ones((3, 64), jnp.bfloat16)
+        mapped = partial(jax.shard_map, mesh=cpu_mesh(1), in_specs=P(), out_specs=P(), check_vma=False)
+        with pytest.raises(ValueError, match=r"it is the stand-in for 4 ranks on one GPU \(owners=1\), .*cute_call"):
+            jax.jit(mapped(lambda x: call(x, "tp", workspace=workspace))).trace(x)
+        jax.block_until_ready(jax.jit(mapped(lambda x: call(x, "tp")))(x))
+
+    def test_the_kernels_are_made_for_it(self, workspace: Any) -> None:
+        handle, fmt = workspace.handle, workspace.format
+        launches = [
+            _fused.launch(handle, fmt, 3, 576, EPS),
+            _matmul.launch(handle, fmt, 3, 64, 576),
+            _moe.launch(handle, fmt, 3, 576, 4, 2, EPS),
+        ]
+        assert [(kernel.tp, kernel.owners) for kernel, _, _ in launches] == [(4, 1)] * 3
+
+    def test_a_kernel_is_called_on_it(self, workspace: Any) -> None:
+        kernel, grid, scalars = _fused.launch(workspace.handle, workspace.format, 3, 576, EPS)
+        shape = jax.ShapeDtypeStruct((3, 576), jnp.bfloat16)
+        call = partial(
+            jax_twoshot.cute_call,
+            jax_twoshot.CuteKernel(kernel.source, kernel.class_name, **dict(kernel.parameters)),
+            **{"workspace": workspace, "out_shape": [shape, shape], "scalars": scalars, "grid": grid, "threads": 512},
+        )
+        operands = jnp.ones((4, 3, 576), jnp.bfloat16), jnp.ones(shape.shape, shape.dtype), jnp.ones(576, shape.dtype)
+        text = jax.jit(call).trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
+        assert re.findall(r"\b(grid|tp) = (\d+)", text) == [("grid", "3"), ("tp", "4")]
