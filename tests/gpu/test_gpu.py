@@ -1,7 +1,8 @@
 """The CUDA backend on one GPU that several processes share, and on several GPUs where they are; ``pytest -m gpu``.
 
-Each launch costs seconds, so it runs many checks, and a test judges one of them. A rank that fails, hangs or
-says nothing fails every test of its launch, with its last lines.
+Each launch costs seconds, so it runs many checks, and a test judges one of them; those that no selected test judges
+are left out where a test is marked with its own. A rank that fails, hangs or says nothing fails every test of its
+launch, with its last lines.
 """
 
 from __future__ import annotations
@@ -35,8 +36,17 @@ CALLS = {
 }
 """Calls that each check must have compared."""
 DEADLINE = {"JAX_TWOSHOT_TIMEOUT": "6"}
+SET_UP_DEADLINE = {"JAX_TWOSHOT_TIMEOUT": "15"}
+"""Of the checks whose calls have one of their own: what a set-up may take, compilers included."""
+judges = pytest.mark.judges
 OTHERS = (0, 1, 3)
 """All of four ranks but ``checks.LATE``."""
+
+
+def judged(request, checks):
+    """Those of ``checks`` that the tests selected for this run judge."""
+    marked = {mark.args[0] for item in request.session.items for mark in item.iter_markers("judges")}
+    return [check for check in checks if check in marked]
 
 
 # ---- Numbers -----------------------------------------------------------------------------------------------
@@ -123,11 +133,12 @@ def test_no_bit_of_a_fused_layer_is_wrong(gpu, check):
 
 
 @pytest.fixture(scope="module")
-def lifetime(gpu):
+def lifetime(request, gpu):
     """Each rank's results, with XLA's own flags."""
-    return worker.launch(4, ["errors", "capture", "closed", "workspaces"], timeout=240)
+    return worker.launch(4, judged(request, ["errors", "capture", "closed", "workspaces"]), timeout=240)
 
 
+@judges("capture")
 def test_a_replayed_launch_does_not_call_the_handler(lifetime, figure):
     figure([f"{r['capture']['handler_calls']} of {r['capture']['launches']} launches" for r in lifetime])
     for result in (rank["capture"] for rank in lifetime):
@@ -137,6 +148,7 @@ def test_a_replayed_launch_does_not_call_the_handler(lifetime, figure):
         assert 0 < result["handler_calls"] < result["launches"] / 2
 
 
+@judges("capture")
 def test_stats_count_replays_on_the_device(lifetime, figure):
     figure([(r["capture"]["rounds"], r["capture"]["counted"]) for r in lifetime])
     for result in (rank["capture"] for rank in lifetime):
@@ -145,6 +157,7 @@ def test_stats_count_replays_on_the_device(lifetime, figure):
         assert result["counted"] == [handled, handled, handled * 3 * 2880 * 2]
 
 
+@judges("errors")
 @pytest.mark.parametrize(
     ("mistake", "words"),
     [
@@ -160,12 +173,14 @@ def test_a_mistake_is_refused_with_the_fix(lifetime, mistake, words):
     assert all(text is not None and words in text for text in texts), texts
 
 
+@judges("closed")
 def test_a_program_outlives_the_close_of_its_workspace(lifetime):
     for result in (rank["closed"] for rank in lifetime):
         assert (result["calls"], result["wrong"]) == (2 * 20 * 5, 0), result["first"]
         assert (result["held"], result["held after"]) == (True, False)
 
 
+@judges("workspaces")
 def test_workspaces_leave_no_memory_behind(lifetime, figure):
     figure([f"{rank['workspaces']['grown']} bytes" for rank in lifetime])
     for result in (rank["workspaces"] for rank in lifetime):
@@ -183,11 +198,12 @@ def test_a_program_outlives_a_workspace_that_nobody_keeps(gpu):
 
 
 @pytest.fixture(scope="module")
-def late(gpu):
+def late(request, gpu):
     """Each rank's results: one is late, then it calls no more."""
-    return worker.launch(4, ["slow", "absent", "absent_from_kernel"], env=DEADLINE)
+    return worker.launch(4, judged(request, ["slow", "absent", "absent_from_kernel"]), env=DEADLINE)
 
 
+@judges("slow")
 def test_a_slow_rank_is_logged_and_nothing_else_happens(late, figure):
     figure(late[0]["slow"]["warnings"])
     for rank in late:
@@ -197,6 +213,8 @@ def test_a_slow_rank_is_logged_and_nothing_else_happens(late, figure):
         assert sum(f"rank {rank} of 4 waits for rank 2 (" in text for text in warnings) >= 2, warnings
 
 
+@judges("slow")
+@judges("absent")
 def test_stats_wait_for_nothing_and_count_slow_waits(late, figure):
     """Asked in a call that waits for the late rank: the round is not over, nor is the result there."""
     figure([rank["slow"]["asked"] for rank in late])
@@ -207,11 +225,13 @@ def test_stats_wait_for_nothing_and_count_slow_waits(late, figure):
         assert "waits for rank 2" in late[rank]["absent"]["stats"]
 
 
+@judges("absent")
 def test_a_rank_that_never_calls_is_named(late, figure):
     for rank in OTHERS:
         judge_what_the_others_saw(rank, late[rank]["absent"], figure)
 
 
+@judges("absent_from_kernel")
 def test_a_rank_that_never_calls_a_kernel_is_named(late, figure):
     for rank in OTHERS:
         result = late[rank]["absent_from_kernel"]
@@ -235,11 +255,12 @@ FAULTS = ("reset", "dropped_pushes", "wrap", "starved", "disagree", "interrupted
 
 
 @pytest.fixture(scope="module")
-def faults(gpu):
+def faults(request, gpu):
     """Each rank's results: things are done wrong on purpose."""
-    return worker.launch(4, FAULTS, timeout=200)
+    return worker.launch(4, judged(request, FAULTS), env=SET_UP_DEADLINE)
 
 
+@judges("reset")
 def test_a_reset_makes_a_failed_workspace_as_new(faults, figure):
     figure(f"{[rank['reset']['seconds of a reset'] for rank in faults]} s")
     for rank, result in enumerate(r["reset"] for r in faults):
@@ -253,6 +274,7 @@ def test_a_reset_makes_a_failed_workspace_as_new(faults, figure):
         assert "was not reset on every process" in str(result["call after it"])
 
 
+@judges("dropped_pushes")
 def test_a_push_that_is_lost_is_named(faults, figure):
     for rank, result in enumerate(r["dropped_pushes"] for r in faults):
         figure(f"rank {rank}: {result}")
@@ -267,6 +289,7 @@ def test_a_push_that_is_lost_is_named(faults, figure):
         assert "rank 0 of 4 waits for rank 2 (for 3 s;" in text
 
 
+@judges("wrap")
 def test_the_count_of_calls_may_wrap(faults):
     for result in (r["wrap"] for r in faults):
         assert (result["calls"], result["wrong"]) == (43, 0), result["first"]
@@ -274,11 +297,13 @@ def test_the_count_of_calls_may_wrap(faults):
         assert (result["epoch"], result["state"] & 2, result["calls after"]) == (1, 0, 20)
 
 
+@judges("starved")
 def test_work_that_fills_the_gpu_is_waited_for(faults):
     for result in (r["starved"] for r in faults):
         assert (result["calls"], result["wrong"]) == (16, 0), result["first"]
 
 
+@judges("disagree")
 def test_calls_in_another_order_on_one_rank_are_found_out(faults, figure):
     """Where sizes differ; nothing tells calls of equal sizes apart."""
     figure([rank["disagree"] for rank in faults])
@@ -287,17 +312,19 @@ def test_calls_in_another_order_on_one_rank_are_found_out(faults, figure):
         assert text is None or "the deadline Workspace(timeout=...) of 3 s has passed" in text
 
 
+@judges("interrupted")
 def test_ctrl_c_ends_a_wait_after_its_warning(faults, figure):
     """The deadline is 20 s."""
     for rank, result in enumerate(r["interrupted"] for r in faults):
         assert (result["calls"], result["wrong"]) == (6, 0), result["first"]
         if rank in OTHERS:
-            figure(f"rank {rank}: {result['seconds']} s after Ctrl-C: {result['check']}")
-            assert result["raised"] and result["seconds"] < 10
+            figure(f"rank {rank}: {result['seconds after Ctrl-C']} s after Ctrl-C: {result['check']}")
+            assert result["raised"] and result["seconds after Ctrl-C"] < 10
             for text in (result["check"], str(result["next call"])):
                 assert f"rank {rank} of 4 waits for rank 2 (" in text and "interrupted by Ctrl-C (SIGINT)" in text
 
 
+@judges("failed_setups")
 def test_a_failed_set_up_leaves_nothing_behind(faults, figure):
     figure([rank["failed_setups"]["left"] for rank in faults])
     texts = [
