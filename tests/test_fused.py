@@ -301,6 +301,21 @@ class TestCuda:
         assert text.count("@jax_twoshot_cute_call") == len(grids)
         assert [int(grid) for grid in re.findall(r"\bgrid = (\d+)", text)] == grids
 
+    def test_few_kernels_for_all_row_counts(self, workspace: Any) -> None:
+        """A new row count compiles none, if one that takes the same way has been there."""
+        handle, fmt = workspace.handle, workspace.format
+        norms, tails, products = (
+            {launch(rows)[0].name for rows in range(1, 65)}
+            for launch in (
+                lambda rows: _fused.launch(handle, fmt, rows, 4096, EPS),
+                lambda rows: _moe.launch(handle, fmt, rows, 4096, 4, 2, EPS),
+                lambda rows: _matmul.launch(handle, fmt, rows, 64, 4096),
+            )
+        )
+        assert len(norms) == len(protocol.ALGORITHMS)
+        assert len(tails) == 1
+        assert len(products) == len(protocol.MATMUL_ROW_TILES)
+
     def test_a_row_that_does_not_fit(self, workspace: Any) -> None:
         workspace.handle = replace(workspace.handle, layout=protocol.Layout(2, 200))
         with pytest.raises(ValueError, match="the workspace must hold a row, 4096 elements, it holds 3200"):

@@ -82,6 +82,23 @@ def test_calls_of_both_algorithms_follow_each_other(tp: int, multicast: bool) ->
     assert words == [(len(sizes) % 2, 0, 0, len(sizes))] * tp
 
 
+@pytest.mark.parametrize("wrap", [1 << 16, 1 << 32], ids=["2^16", "2^32"])
+def test_the_count_of_calls_may_wrap(wrap: int) -> None:
+    """It names no generation: that is the epoch's affair, which counts them through."""
+    group, calls = Group(2, multicast=False, seed=2), 5
+    for control in group.control:
+        group.memory.store(control + 12, 4, wrap - 2)
+    for number in range(calls):
+        group.all_reduce(1000, protocol.ALGORITHMS[number % 2], ctas=1)
+    for (parts, _), results in zip(group.sums, group.run_all(), strict=True):
+        want = reference.all_reduce(parts.view(ml_dtypes.bfloat16)).view(np.uint16)
+        for got in results:
+            np.testing.assert_array_equal(got, want)
+    assert group.is_armed()
+    words = [group.control_words(rank)[:4] for rank in range(2)]
+    assert words == [(calls % 2, 0, 0, (wrap - 2 + calls) % (1 << 32))] * 2
+
+
 @pytest.mark.parametrize("algorithm", protocol.ALGORITHMS)
 def test_a_failed_workspace_waits_for_nothing_and_writes_nan(algorithm: str) -> None:
     group = Group(2, multicast=False, seed=1)

@@ -7,11 +7,13 @@ import logging
 import re
 
 import jax
+import numpy as np
 import pytest
 from helpers import DTYPES, all_reduce_on_ranks, cpu_mesh, integers, on_ranks, run_ok
 from jax import lax
 
 import jax_twoshot
+from jax_twoshot import protocol
 from jax_twoshot.workspace import Stats
 
 BF16 = DTYPES["bfloat16"]
@@ -43,6 +45,20 @@ def test_counts_each_turn_of_a_loop_and_each_execution() -> None:
         for turn in (1, 2, 3):
             jax.block_until_ready(f(parts))
             assert workspace.stats() == two_shot(5 * turn, 5 * turn * 144, 5 * turn)
+
+
+@pytest.mark.parametrize("tp", range(1, 9))
+def test_says_which_way_a_message_went(tp: int, caplog: pytest.LogCaptureFixture) -> None:
+    """FP32, within and over the capacity, on every number of ranks: what ran is what is planned, without a warning."""
+    mesh = cpu_mesh(tp)
+    with jax_twoshot.Workspace(mesh, "tp", rows=2, width=64, dtype=np.float32) as workspace:
+        chunks = [rows * 64 // 4 for rows in (1, 2, 7)]
+        for count in chunks:
+            jax.block_until_ready(all_reduce_on_ranks(integers((tp, count * 4)), mesh, workspace=workspace))
+        plan = [algorithm for n in chunks for *_, algorithm in protocol.rounds(workspace.handle.layout, n)]
+        ran = workspace.stats().algorithms
+    assert ran == {name: plan.count(name) if tp > 1 else 0 for name in protocol.ALGORITHMS}
+    assert caplog.records == []
 
 
 def test_is_of_one_workspace_and_outlives_it() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import importlib.metadata
+import logging
 import re
 import threading
 from collections.abc import Callable
@@ -332,6 +333,16 @@ def test_delete_everything_and_again() -> None:
         del compiled
         gc.collect()
         jax.clear_caches()
+
+
+def test_a_row_count_is_compiled_once(caplog: pytest.LogCaptureFixture) -> None:
+    """At its first call, and not at the second or the hundredth."""
+    f, parts = on_ranks(over_tp, cpu_mesh(2)), [integers((2, rows, 64)) for rows in (1, 6, 3)]
+    with jax.log_compiles(), caplog.at_level(logging.WARNING, "jax"):
+        for part in parts * 100:
+            jax.block_until_ready(f(part))
+    compiled = [r.getMessage() for r in caplog.records if "Finished XLA compilation" in r.getMessage()]
+    assert len(compiled) == len(parts), compiled
 
 
 class TestClosedWorkspace:

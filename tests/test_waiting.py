@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from helpers import (
     DTYPES,
+    PRELUDE,
     assert_bitwise,
     assert_every_rank_has_the_sum,
     cpu_mesh,
@@ -255,6 +256,17 @@ class TestExit:
             assert done.returncode == code, f"{done.returncode}: {done.stderr}"
             assert text in done.stderr
 
+    def test_ctrl_c_in_a_loop_of_calls(self) -> None:
+        source = """
+            check()
+            f = sharded(reduce)
+            threading.Timer(1, os.kill, (os.getpid(), 2)).start()
+            while True:
+                f(x).block_until_ready()
+        """
+        done = run_script(source, timeout=60)
+        assert done.returncode == -2 and done.stderr.rstrip().endswith("KeyboardInterrupt"), done
+
     def test_many_calls_in_flight(self) -> None:
         source = """
             f = sharded(lambda x: lax.fori_loop(0, 500, lambda _, y: reduce(y) / 8, x))
@@ -265,7 +277,7 @@ class TestExit:
 
     def test_a_workspace_may_end_in_any_order(self) -> None:
         """Held by a global, closed at exit, never closed; before and after the first call; 200 made and dropped."""
-        run_ok("""
+        done = run_script("""
             import atexit, gc
             early = jax_twoshot.Workspace(mesh, "tp", rows=1, width=8, dtype=np.float32)
             check()
@@ -287,6 +299,13 @@ class TestExit:
             assert (np.asarray(compiled(x)) == 28).all()
             sys.modules["jax_twoshot"].kept = [held, compiled]
         """)
+        assert (done.returncode, done.stderr) == (0, "")
+
+    def test_torch_may_be_first(self) -> None:
+        pytest.importorskip("torch")
+        prelude = f"import torch\n{PRELUDE}"
+        done = run_script("check(); assert torch.ones(3).sum() == 3", prelude=prelude)
+        assert (done.returncode, done.stderr) == (0, "")
 
     def test_fork(self) -> None:
         """A child forked in the middle of things ends, or hears that it cannot go on here; the parent can."""
