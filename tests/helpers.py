@@ -82,6 +82,15 @@ def assert_every_rank_has_the_sum(actual: Any, parts: Any, what: object = "") ->
     assert_bitwise(actual, expected, what)
 
 
+def assert_within_matmul_bound(actual: np.ndarray, a: np.ndarray, w: np.ndarray) -> None:
+    """``actual`` is as near the exact sum over ranks of ``a @ w`` as ``matmul_all_reduce`` promises."""
+    wide_a, wide_w = a.astype(np.float64), w.astype(np.float64)
+    parts, sizes = wide_a @ wide_w, np.abs(wide_a) @ np.abs(wide_w)
+    total, unit = parts.sum(0), float(ml_dtypes.finfo(a.dtype).eps) / 2
+    bound = unit * (np.abs(parts).sum(0) + np.abs(total)) + a.shape[-1] * 2.0**-22 * sizes.sum(0)
+    assert (np.abs(actual.astype(np.float64) - total) <= bound).all()
+
+
 def integers(shape: Sequence[int], dtype: Any = np.float32, seed: int = 0, most: int = 8) -> np.ndarray:
     """Small integers as floats: sums of a few are exact in each format, so in any order."""
     return np.random.default_rng(seed).integers(-most, most + 1, shape).astype(dtype)

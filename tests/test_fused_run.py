@@ -6,6 +6,7 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 import pytest
+from helpers import assert_bitwise, assert_within_matmul_bound
 from ptx_ranks import Ranks
 
 from jax_twoshot import cubin, protocol, reference
@@ -70,3 +71,20 @@ def test_matmul(tp: int, owners: int | None) -> None:
         parts = np.matmul(a.astype(np.float32), w.astype(np.float32)).astype(ml_dtypes.bfloat16)
         group.call(kernel, [a, w], [], [rows, depth, width], [reference.all_reduce(parts)], ctas=2)
     check(group, len(PRODUCTS))
+
+
+def test_matmul_of_reals_is_within_its_bound_and_the_stand_in_has_the_bits_of_ranks() -> None:
+    tp, rows, depth, width = 2, 5, 320, 64
+    numbers = np.random.default_rng(0)
+    a, w = (numbers.standard_normal(s).astype(ml_dtypes.bfloat16) for s in ((tp, rows, depth), (tp, depth, width)))
+    everywhere = []
+    for owners in (None, 1):
+        group = group_for(tp, owners, most=rows * width)
+        kernel = cubin.matmul_kernel(tp, "bfloat16", False, "sm_90a", 1, owners=owners)
+        group.call(kernel, [a, w], [], [rows, depth, width], [np.empty((rows, width), a.dtype)], ctas=1)
+        group.run()
+        ((_, results),) = group.results()
+        everywhere += [result for (result,) in results]
+    assert_within_matmul_bound(everywhere[0], a, w)
+    for result in everywhere[1:]:
+        assert_bitwise(result, everywhere[0])

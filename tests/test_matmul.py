@@ -11,7 +11,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import DTYPES, assert_bitwise, cpu_mesh, integers, on_ranks, workspace_as_on_two_gpus
+from helpers import (
+    DTYPES,
+    assert_bitwise,
+    assert_within_matmul_bound,
+    cpu_mesh,
+    integers,
+    on_ranks,
+    workspace_as_on_two_gpus,
+)
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
@@ -19,8 +27,6 @@ import jax_twoshot
 from jax_twoshot import cubin, protocol, reference
 
 matmul = partial(jax_twoshot.matmul_all_reduce, axis_name="tp")
-UNIT = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
-"""Unit roundoff."""
 
 
 def exact(a: np.ndarray, w: np.ndarray) -> np.ndarray:
@@ -28,7 +34,7 @@ def exact(a: np.ndarray, w: np.ndarray) -> np.ndarray:
     return np.matmul(a.astype(np.float32), w.astype(np.float32)).astype(a.dtype)
 
 
-@pytest.mark.parametrize("name", UNIT)
+@pytest.mark.parametrize("name", protocol.MATMUL_FORMATS)
 @pytest.mark.parametrize(("shape", "width"), [((32,), 64), ((1, 96), 576), ((2, 3, 64), 128), ((64, 256), 192)])
 def test_integers_have_the_oracles_bits(shape: tuple[int, ...], width: int, name: str) -> None:
     a, w = integers((4, *shape), DTYPES[name], most=3), integers((4, shape[-1], width), DTYPES[name], seed=1, most=3)
@@ -37,18 +43,14 @@ def test_integers_have_the_oracles_bits(shape: tuple[int, ...], width: int, name
     assert_bitwise(got, np.broadcast_to(want.reshape(*shape[:-1], width), got.shape))
 
 
-@pytest.mark.parametrize("name", UNIT)
+@pytest.mark.parametrize("name", protocol.MATMUL_FORMATS)
 def test_bound(name: str) -> None:
     random = np.random.default_rng(0)
     tp, rows, depth, width = 4, 16, 512, 128
     a, w = (random.standard_normal(s).astype(DTYPES[name]) for s in ((tp, rows, depth), (tp, depth, width)))
     got = np.asarray(on_ranks(matmul, cpu_mesh(tp))(a, w))
     assert_bitwise(got, np.broadcast_to(got[0], got.shape))
-    wide_a, wide_w = a.astype(np.float64), w.astype(np.float64)
-    parts, sizes = wide_a @ wide_w, np.abs(wide_a) @ np.abs(wide_w)
-    total = parts.sum(0)
-    bound = UNIT[name] * (np.abs(parts).sum(0) + np.abs(total)) + depth * 2.0**-22 * sizes.sum(0)
-    assert (np.abs(got[0].astype(np.float64) - total) <= bound).all()
+    assert_within_matmul_bound(got[0], a, w)
 
 
 def test_one_rank_and_nothing() -> None:
