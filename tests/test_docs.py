@@ -122,6 +122,24 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert (page.parent / target).exists(), target
 
 
+def test_the_tests_that_the_faults_page_names_exist() -> None:
+    """Each row's files with what it names of them, and the checks of ``tests/gpu``."""
+    here, rows = Path(__file__).parent, (ROOT / "docs" / "faults.md").read_text().split("## Reports about others")[1]
+    checks, found = (here / "gpu" / "checks.py").read_text(), 0
+    for row in re.findall(r"^\| .* \((?:.*#\d+)+\) \| (.*) \|$", rows, re.MULTILINE):
+        for part in re.split(r"; ", row):
+            place, *names = re.findall(r"`([\w./]+)`", part) or [""]
+            if place.startswith("test_") and place.endswith(".py"):
+                source = (here / place).read_text()
+                assert names, f"{place}: which of its tests?"
+                assert [n for n in names if not re.search(rf"(def|class) {n}\b", source)] == [], place
+                found += len(names)
+            elif place == "tests/gpu":
+                assert [n for n in names if not re.search(rf"(def {n}|\"{n}\")", checks)] == []
+                found += len(names)
+    assert found > 40
+
+
 # ---- The pages ---------------------------------------------------------------------------------------------
 
 
