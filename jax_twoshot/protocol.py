@@ -204,9 +204,9 @@ Table = tuple[tuple[int, int], ...]
 ONE_SHOT_SHARED_GPU: Table = ((2, 64 * 14336), (4, 32 * 14336), (8, 2 * 14336))
 """(ranks, bytes): up to so many ranks, of which several share a GPU, one-shot sums messages of up to so many bytes.
 
-Measured on one H200, rows of 7168 BF16, the most 64, slots that hold whole messages: one-shot was ahead up to 32 rows at
-TP 2, and at 64 the two were equal (3.5 us); up to 32 at TP 4 (5.80 us against 6.61; at 64 rows 9.18 against 8.44), up to
-2 at TP 8 (3.09 us against 3.51; at 4 rows 4.11 against 3.96)."""
+Measured on one H200, rows of 7168 BF16, the most 64, slots that hold whole messages: one-shot was ahead up to 32 rows
+at TP 2, and at 64 the two were equal (3.5 us); up to 32 at TP 4 (5.80 us against 6.61; at 64 rows 9.18 against 8.44),
+up to 2 at TP 8 (3.09 us against 3.51; at 4 rows 4.11 against 3.96)."""
 ONE_SHOT_NVLINK: Table = ((2, 1 << 20), (4, 1 << 17), (8, 1 << 15))
 """The same for ranks on GPUs of their own. TP 2 is measured (two H200 over NVLink, up to 64 rows of 7168 BF16: two
 shots took 1.18 to 1.57 times as long). The others are reasoned, not tuned: one-shot moves ``(TP - 1) (1 - 2 / TP)``

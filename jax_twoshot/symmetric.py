@@ -882,7 +882,7 @@ class _TorchMemory(_DriverMemory):
     def __init__(self, members: list[_Member], size: int, peers: _Peers) -> None:
         super().__init__(members, size)
         assert peers.store is not None
-        self._store = peers.store
+        self._peers, self._store = peers, peers.store
 
     def describe(self) -> list[_Facts]:
         _require_torch(self.members[0].device)
@@ -903,6 +903,7 @@ class _TorchMemory(_DriverMemory):
             # Not symm_mem.empty: its memory pool would share and keep the allocation.
             symmetric = _c10d()._SymmetricMemory
             tensor = symmetric.empty_strided_p2p((self.size,), (1,), torch.uint8, device)
+            self._meet(step)
             handle = symmetric.rendezvous(tensor, group)
         kept = [handle, tensor]
         self.resources.callback(kept.clear)
@@ -911,6 +912,14 @@ class _TorchMemory(_DriverMemory):
             raise RuntimeError(f"torch {torch.__version__}: the rendezvous moved this rank's own buffer")
         self.resources.callback(self.mappings.clear)
         self.mappings.append(_Mapping(member, peers, handle.multicast_ptr or None))
+
+    def _meet(self, step: str) -> None:
+        """Waits until every process has its memory: a rank that then misses the others in torch's rendezvous never
+        gives back what it has exported there, a file and the memory itself (torch 2.11)."""
+        self._store.set(f"{step} ready/{self._peers.process}", b"1")
+        waits_for = f"{self._peers.owner}: process {self._peers.process} waits for the others' memory"
+        for process in self._peers.processes:
+            self._store.get(f"{step} ready/{process}", lambda: waits_for, step)
 
     @contextmanager
     def _group(self, step: str, member: _Member) -> Iterator[str]:

@@ -615,6 +615,8 @@ class FakeTorch:
 
     def empty_strided_p2p(self, size: tuple[int], stride: tuple[int], dtype: Any, device: Any) -> Any:
         assert stride == (1,)
+        if self.gpu.fails("memory"):
+            raise RuntimeError("CUDA driver error: out of memory")
         array = np.zeros(size[0] + 256, np.uint8)
         tensor = Tracked(array=array, data_ptr=lambda: -(-array.ctypes.data // 256) * 256)
         self.track("tensor", tensor)
@@ -674,6 +676,7 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     "peers only": {"switch": -1},
     "no GPU on one": {"uuid": 1},
     "another backend on one": {"backend": 3},
+    "no memory on one": {"memory": 2, "switch": -1},
     "rendezvous fails on one": {"rendezvous": 2, "switch": -1},
     "fill fails on one": {"fill": 3},
     "two hosts": {"host": 1},
@@ -888,6 +891,12 @@ def test_processes_that_each_see_one_gpu_work_with_peer_stores(results):
             "uses NVSHMEM, it must use CUDA: unset TORCH_SYMMMEM",
         ),
         (
+            "no memory on one",
+            "SymmetricMemoryError",
+            "workspace 7: step 'map' failed on process 2: RuntimeError: CUDA driver error: out of memory; XLA has taken "
+            "the GPU's memory: lower XLA_PYTHON_CLIENT_MEM_FRACTION",
+        ),
+        (
             "rendezvous fails on one",
             "SymmetricMemoryError",
             "workspace 7: step 'map' failed on process 2: RuntimeError: CUDA driver error: invalid "
@@ -909,6 +918,11 @@ def test_processes_that_each_see_one_gpu_work_with_peer_stores(results):
 def test_one_failure_is_everyones_with_the_same_text_and_nothing_stays_mapped(results, name, error, text):
     assert [(r["error"], r["text"]) for r in results[name]] == [(error, text)] * 4
     check_clean(results[name])
+
+
+def test_no_rendezvous_begins_without_everyones_memory(results):
+    """Torch keeps for good what a rank has exported in one that another misses."""
+    assert [r["environments"] for r in results["no memory on one"]] == [[]] * 4
 
 
 def test_a_failed_peer_ends_a_rendezvous_long_before_the_deadline(results):
