@@ -893,8 +893,8 @@ def test_processes_that_each_see_one_gpu_work_with_peer_stores(results):
         (
             "no memory on one",
             "SymmetricMemoryError",
-            "workspace 7: step 'map' failed on process 2: RuntimeError: CUDA driver error: out of memory; XLA has taken "
-            "the GPU's memory: lower XLA_PYTHON_CLIENT_MEM_FRACTION",
+            "workspace 7: step 'map' failed on process 2: RuntimeError: CUDA driver error: out of memory; XLA has "
+            "taken the GPU's memory: lower XLA_PYTHON_CLIENT_MEM_FRACTION",
         ),
         (
             "rendezvous fails on one",
