@@ -123,10 +123,17 @@ def test_a_message_that_does_not_fit_fails_the_workspace(one_gpu):
 FUSED_CALLS = {"rms_norm": 30 * 9 * 2 + 30 * 2 * 2, "moe_tail": 12 * 10 * 2 + 30 * 2 * 2, "matmul": 120}
 
 
+@pytest.fixture(scope="module", params=(2, 4, 8), ids="tp{}".format)
+def fused(request, gpu):
+    """Each rank's results."""
+    return worker.launch(request.param, [*FUSED_CALLS], timeout=200)
+
+
 @pytest.mark.parametrize("check", FUSED_CALLS)
-def test_no_bit_of_a_fused_layer_is_wrong(gpu, check):
-    for rank in worker.launch(2, [check]):
-        assert (rank[check]["calls"], rank[check]["wrong"]) == (FUSED_CALLS[check], 0), rank[check]["first"]
+def test_no_bit_of_a_fused_layer_is_wrong(fused, check, figure):
+    figure(f"{fused[0][check]['seconds']} s, {fused[0][check]}")
+    for rank, result in enumerate(rank[check] for rank in fused):
+        assert (result["calls"], result["wrong"]) == (FUSED_CALLS[check], 0), f"rank {rank}: {result['first']}"
 
 
 # ---- Programs and workspaces -------------------------------------------------------------------------------
