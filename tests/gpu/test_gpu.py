@@ -334,6 +334,7 @@ def test_ctrl_c_ends_a_wait_after_its_warning(faults, figure):
 @judges("failed_setups")
 def test_a_failed_set_up_leaves_nothing_behind(faults, figure):
     figure([rank["failed_setups"]["left"] for rank in faults])
+    figure([rank["failed_setups"]["free after each"] for rank in faults])
     texts = [
         f"{step}: workspace N over axis 'tp': step '{step}' failed on process 2: RuntimeError: planned"
         for step in ("describe", "map", "prepare", "arm")
