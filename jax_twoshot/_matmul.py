@@ -25,9 +25,9 @@ def matmul_all_reduce(
     To be called inside :func:`jax.shard_map`, where a decode step has ``psum(a @ w)`` of a few rows: on CUDA one kernel
     that reads each byte of ``w`` once and sends each tile of the product while it computes the next.
 
-    Where ranks share one GPU it is **slower** than XLA's matmul and ``all_reduce``: 1.03 to 1.5 times, 2 and 4 ranks on
-    an H200, widths 4096 and 7168, but for one row of 4096 (``docs/benchmarks.md``). A kernel that waits gets a part of
-    the SMs there, XLA's gets all. With a GPU a rank it has not been timed.
+    Where ranks share one GPU it is **slower** than XLA's matmul and ``all_reduce``: 1.03 to 1.5 times, 2, 4 and 8 ranks
+    on an H200, widths 4096 and 7168, but for one row of 4096 (``docs/benchmarks.md``). A kernel that waits gets a part
+    of the SMs there, XLA's gets all. With a GPU a rank it has not been timed.
 
     Each rank's product is summed in FP32, in an order of the platform's own, and rounded once to the dtype; the sum
     over ranks is :func:`jax_twoshot.all_reduce`'s, so all ranks get the same bits. With ``p[r]`` the exact products and

@@ -22,7 +22,7 @@ import jax_twoshot
 from jax_twoshot import _launch, _settings, protocol, reference
 from jax_twoshot.cli import bench, bench_ranks, decode, fused, gpu_peers, main, tune
 from jax_twoshot.cli.bench_ranks import Ears, Found, Job, Measurement, Missing
-from jax_twoshot.cli.gpu_peers import DECODE, GRAPH, JAX, MATMUL_JAX, NORM_GRAPH, NORM_JAX, Cell, Peer
+from jax_twoshot.cli.gpu_peers import DECODE, GRAPH, JAX, MATMUL_JAX, MOE_JAX, NORM_GRAPH, NORM_JAX, Cell, Peer
 
 FACTS = {
     "date": "2026-01-02 03:04 UTC",
@@ -585,6 +585,7 @@ def test_fused_on_cpu(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Non
     names = {
         NORM_JAX: ["jax_twoshot", "all_reduce + XLA", "psum + XLA"],
         MATMUL_JAX: ["jax_twoshot", "XLA + all_reduce", "XLA + psum"],
+        MOE_JAX: ["jax_twoshot", "XLA + all_reduce_rms_norm", "XLA + all_reduce", "XLA + psum"],
     }
     cells = [(rows, width) for width in (64, 128) for rows in (1, 3)]
     every = [(program, peer, *c) for c in cells for program, peers in names.items() for peer in peers]
@@ -592,26 +593,33 @@ def test_fused_on_cpu(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Non
     assert [(m["program"], m["peer"], m["rows"], m["width"]) for m in found] == every
     assert {(m["tp"], m["wrong"], len(m["seconds"])) for m in found} == {(2, 0, 2)}
     assert f"# 2 ranks, jax_twoshot ({NORM_GRAPH}) is not in the table for rows 1,3 x 64, rows 1,3 x 128" in text
-    assert sum(line.startswith((NORM_JAX, MATMUL_JAX)) for line in text.splitlines()) == len(every)
+    assert sum(line.startswith((NORM_JAX, MATMUL_JAX, MOE_JAX)) for line in text.splitlines()) == len(every)
 
 
-@pytest.mark.parametrize("layer", [fused.RMS_NORM, fused.MATMUL])
+@pytest.mark.parametrize("layer", [fused.RMS_NORM, fused.MATMUL, fused.MOE])
 def test_checks_of_the_fused_calls_see_a_rank_that_is_left_out(layer: bench.Layer) -> None:
     """And the oracle itself is right by a sum in another precision."""
     c = cell(rows=2, width=256)
-    weights = layer.constants(c)[0][0].astype(np.float64)
-    if layer is fused.RMS_NORM:
-        x, residual = (part.astype(np.float64) for part in layer.state(c))
-        total = x.sum(0) + residual[0]
-        scale = 1 / np.sqrt((total**2).mean(-1, keepdims=True) + fused.EPS)
-        normalised, new_residual = (want.astype(np.float64) for want in layer.expected(c.one_call()))
-        np.testing.assert_allclose(new_residual, total, rtol=2**-8)
-        np.testing.assert_allclose(normalised, total * scale * weights[0], rtol=2**-6)
-        make = gpu_peers._norm_apart
-    else:
+    *experts, weights = (array.astype(np.float64) for array in layer.constants(c)[0])
+    if layer is fused.MATMUL:
         x = layer.state(c)[..., : fused.depth(c)].astype(np.float64)
         np.testing.assert_array_equal(layer.expected(c.one_call()).astype(np.float64), (x @ weights).sum(0))
         make = gpu_peers._matmul_apart
+    else:
+        x, residual = (part.astype(np.float64) for part in layer.state(c))
+        error = 0.0
+        if layer is fused.MOE:
+            index, scale = fused._routing(c.rows)
+            x = (experts[0][:, index] * scale[..., None].astype(np.float64)).sum(-2) + x
+            error = 2**-8 * np.abs(x).sum(0).max()  # each rank's part is rounded
+        total = x.sum(0) + residual[0]
+        root = np.sqrt((total**2).mean(-1, keepdims=True) + fused.EPS)
+        normalised, new_residual = (want.astype(np.float64) for want in layer.expected(c.one_call()))
+        np.testing.assert_allclose(new_residual, total, rtol=2**-8, atol=error)
+        np.testing.assert_allclose(
+            normalised, total / root * weights[0], rtol=2**-6, atol=error * np.abs(weights[0] / root).max()
+        )
+        make = gpu_peers._norm_apart if layer is fused.RMS_NORM else gpu_peers._moe_all_apart
     assert make(c, lambda _: lambda x: lax.psum(x, "tp")).wrong() == 0
     three = make(c, lambda _: lambda x: lax.psum(jnp.where(lax.axis_index("tp") == 3, 0, x), "tp"))
     assert three.wrong() > bench.CHECKED_CALLS * c.tp * c.rows * c.width / 2
@@ -660,9 +668,9 @@ def test_with_ranks_the_fused_peers_are_launched(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(_launch, "launch", launch)
     monkeypatch.setattr(_launch, "gpu_count", lambda: 1)
     options = ["bench", "--fused", "--ranks", "2", "--one-gpu", "--rows", "1", "--width", "64"]
-    programs = [NORM_JAX, MATMUL_JAX]
+    programs = [NORM_JAX, MATMUL_JAX, MOE_JAX]
     assert main(options) == 0
-    programs = [NORM_JAX]
+    programs = [NORM_JAX, MATMUL_JAX]
     assert main(options) == 1
     assert jobs[0].peers == [str(peer) for peer in gpu_peers.PEERS if peer.program in gpu_peers.FUSED]
 

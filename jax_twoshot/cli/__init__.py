@@ -117,7 +117,7 @@ def _bench_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument(
         "--fused",
         action="store_true",
-        help="time all_reduce_rms_norm and matmul_all_reduce, and what does the same in several kernels",
+        help="time all_reduce_rms_norm, matmul_all_reduce and moe_tail, and what does the same in several kernels",
     )
     what.add_argument(
         "--tune",

@@ -37,7 +37,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jax_twoshot import _launch, _settings
-from jax_twoshot.cli import bench, decode, gpu_peers, machine, ranks, terminal, tune
+from jax_twoshot.cli import bench, decode, fused, gpu_peers, machine, ranks, terminal, tune
 from jax_twoshot.cli.gpu_peers import DECODE, GRAPH, JAX, OURS, Cell, Contender, Peer
 
 STEP_SECONDS = 60
@@ -65,6 +65,8 @@ PROGRAMS = {
         f"and RMSNorm; {gpu_peers.NORM_GRAPH}: the same in one kernel, alone in a CUDA graph, ours with JAX's grid",
         f"{gpu_peers.MATMUL_JAX}: a jitted program, {OURS}: matmul_all_reduce of [rows, width / TP] and "
         "[width / TP, width]; others: XLA's matmul, then a sum",
+        f"{gpu_peers.MOE_JAX}: a jitted program, {OURS}: moe_tail of {fused.EXPERTS} experts a token; others: XLA's "
+        "weighted sum of the experts, then one of the above",
     ),
 }
 """What the table says of its programs, without ``--fused`` and with it."""

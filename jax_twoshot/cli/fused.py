@@ -20,6 +20,10 @@ from jax_twoshot.cli.bench import Constants, Layer, Program
 EPS = 1e-6
 MATRICES = 4
 """On GPUs: more than the L2 cache holds, as in a model."""
+EXPERTS = 8
+"""Of a token, all of which have a part on every rank."""
+SLOTS = 512
+"""Rows that a rank's experts have left: one for each expert of 64 tokens; more tokens share them."""
 
 
 def _norm_state(program: Program) -> tuple[np.ndarray, np.ndarray]:
@@ -61,8 +65,12 @@ def _matmul_constants(program: Program) -> Constants:
     random = np.random.default_rng(program.width)
     numbers = random.choice([-1, 1], n * program.tp * k + program.width - 1)
     numbers *= random.random(len(numbers)) < 256 / program.width
-    windows = np.lib.stride_tricks.sliding_window_view((numbers / 32).astype(program.dtype), program.width)
-    return tuple((w,) for w in windows.reshape(n, program.tp, k, program.width))
+    return tuple((w,) for w in _windows(program, numbers / 32).reshape(n, program.tp, k, program.width))
+
+
+def _windows(program: Program, numbers: np.ndarray) -> np.ndarray:
+    """``[..., width]``: each row begins an element after the one before it."""
+    return np.lib.stride_tricks.sliding_window_view(numbers.astype(program.dtype), program.width)
 
 
 @functools.lru_cache(maxsize=1)
@@ -80,9 +88,38 @@ def matmul_call(
     return lambda x, w: sum_of_products(x[:, : depth(program)], w)
 
 
+def _moe_constants(program: Program) -> Constants:
+    """The experts' rows and the norm's weight."""
+    ((weight,),) = _norm_constants(program)
+    numbers = np.random.default_rng(program.width + 1).normal(size=program.tp * SLOTS + program.width - 1)
+    return ((_windows(program, numbers).reshape(program.tp, SLOTS, program.width), weight),)
+
+
+def _routing(rows: int) -> tuple[np.ndarray, np.ndarray]:
+    """``index`` and ``scale``, the same on all ranks."""
+    random, size = np.random.default_rng(rows), rows * EXPERTS
+    index = random.permutation(max(size, SLOTS))[:size] % SLOTS
+    return index.reshape(rows, EXPERTS).astype(np.int32), random.random((rows, EXPERTS), np.float32)
+
+
+def _moe_expected(program: Program) -> tuple[np.ndarray, np.ndarray]:
+    (shared, residual), ((experts, weight),) = _norm_state(program), _moe_constants(program)
+    index, scale = (np.broadcast_to(array, (program.tp, *array.shape)) for array in _routing(program.rows))
+    return reference.moe_tail(experts, index, scale, shared, residual[0], weight[0], EPS)
+
+
+def moe_call(
+    program: Program, tail: Callable[..., tuple[jax.Array, jax.Array]]
+) -> Callable[..., tuple[jax.Array, jax.Array]]:
+    """``tail(experts, index, scale, shared, residual, weight)`` as the layer's call."""
+    index, scale = _routing(program.rows)
+    return lambda state, experts, weight: tail(experts, index, scale, *state, weight)
+
+
 def _as_is(program: Program, results: Any) -> Any:
     return results
 
 
 RMS_NORM = Layer(_norm_state, _norm_constants, _as_is, Program.one_call, _norm_expected)
 MATMUL = Layer(_matmul_state, _matmul_constants, _as_is, Program.one_call, _matmul_expected)
+MOE = Layer(_norm_state, _moe_constants, _as_is, Program.one_call, _moe_expected)

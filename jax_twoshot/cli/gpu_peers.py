@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 
 import jax_twoshot
-from jax_twoshot import _fused, cubin, protocol, symmetric
+from jax_twoshot import _fused, _moe, cubin, protocol, symmetric
 from jax_twoshot.cli import bench, decode, fused
 from jax_twoshot.cli.bench import ALL_REDUCE, Layer
 
@@ -29,9 +29,9 @@ REPLAYS = 10
 """Graphs, or programs, that run one after the other in a timed run: starting them is not what is measured."""
 GRAPH, JAX, DECODE = "graph", "jax", "decode"
 """How the calls are made: alone in a CUDA graph, in a jitted program, in the decode step of `decode`."""
-NORM_GRAPH, NORM_JAX, MATMUL_JAX = "rms_norm graph", "rms_norm jax", "matmul jax"
+NORM_GRAPH, NORM_JAX, MATMUL_JAX, MOE_JAX = "rms_norm graph", "rms_norm jax", "matmul jax", "moe_tail jax"
 """The same of the layers of `fused`."""
-FUSED_JAX = (NORM_JAX, MATMUL_JAX)
+FUSED_JAX = (NORM_JAX, MATMUL_JAX, MOE_JAX)
 FUSED = (NORM_GRAPH, *FUSED_JAX)
 
 
@@ -259,9 +259,11 @@ def _placed_constants(layer: Layer, cell: Cell) -> bench.Constants:
 
 
 @functools.cache
-def _workspace(mesh: jax.sharding.Mesh, rows: int, width: int, dtype: str) -> jax_twoshot.Workspace:
+def _workspace(
+    mesh: jax.sharding.Mesh, rows: int, width: int, dtype: str, generations: int = protocol.GENERATIONS
+) -> jax_twoshot.Workspace:
     """One for all cells of a width, kept open: no peer is measured while memory is unmapped."""
-    return jax_twoshot.Workspace(mesh, "tp", rows=rows, width=width, dtype=dtype)
+    return jax_twoshot.Workspace(mesh, "tp", rows=rows, width=width, dtype=dtype, generations=generations)
 
 
 def table_name(cell: Cell) -> str:
@@ -366,6 +368,35 @@ def _matmul_apart(cell: Cell, all_reduce: MakeAllReduce) -> Contender:
     """A sum after XLA's matmul."""
     total = all_reduce(cell)
     return JaxRun(cell, fused.matmul_call(cell, lambda a, w: total(a @ w)), layer=fused.MATMUL, bitwise=True)
+
+
+def _moe_jax(cell: Cell) -> Contender:
+    workspace = _workspace(cell.mesh, cell.most_rows, cell.width, cell.dtype, generations=3)
+    ours = functools.partial(jax_twoshot.moe_tail, axis_name="tp", eps=fused.EPS, workspace=workspace)
+    return JaxRun(cell, fused.moe_call(cell, ours), layer=fused.MOE, bitwise=True)
+
+
+def _moe_half(cell: Cell) -> Contender:
+    """The other fused call after XLA's weighted sum of the experts."""
+    workspace = _workspace(cell.mesh, cell.most_rows, cell.width, cell.dtype)
+    norm = functools.partial(jax_twoshot.all_reduce_rms_norm, axis_name="tp", eps=fused.EPS, workspace=workspace)
+    return _moe_apart(cell, norm)
+
+
+def _moe_apart(cell: Cell, rest: Callable[..., tuple[jax.Array, jax.Array]]) -> Contender:
+    """``rest(part, residual, weight)`` after XLA's weighted sum of the experts."""
+
+    def tail(*operands: jax.Array) -> tuple[jax.Array, jax.Array]:
+        *routed, residual, weight = operands
+        return rest(_moe.combine(*routed), residual, weight)
+
+    return JaxRun(cell, fused.moe_call(cell, tail), layer=fused.MOE)
+
+
+def _moe_all_apart(cell: Cell, all_reduce: MakeAllReduce) -> Contender:
+    """A sum after XLA's weighted sum of the experts, then XLA's residual add and norm."""
+    total = all_reduce(cell)
+    return _moe_apart(cell, lambda part, residual, weight: fused.norm_sum(total(part), residual, weight))
 
 
 MakeAllReduce = Callable[[Cell], Callable[[jax.Array], jax.Array]]
@@ -602,5 +633,9 @@ PEERS = (
     Peer(OURS, MATMUL_JAX, _matmul_jax),
     Peer("XLA + all_reduce", MATMUL_JAX, functools.partial(_matmul_apart, all_reduce=_all_reduce)),
     Peer("XLA + psum", MATMUL_JAX, functools.partial(_matmul_apart, all_reduce=_psum)),
+    Peer(OURS, MOE_JAX, _moe_jax),
+    Peer("XLA + all_reduce_rms_norm", MOE_JAX, _moe_half),
+    Peer("XLA + all_reduce", MOE_JAX, functools.partial(_moe_all_apart, all_reduce=_all_reduce)),
+    Peer("XLA + psum", MOE_JAX, functools.partial(_moe_all_apart, all_reduce=_psum)),
 )
 """``FLOORS`` are ours on one 16-byte chunk a rank; the others' times are given as multiples of ``OURS``."""

@@ -11,11 +11,11 @@ Which row of ``w`` is called which does not matter as long as ``a`` agrees, nor 
 columns ``8g`` to ``8g + 7`` of rows ``8t`` to ``8t + 7``, the j-th product takes column ``8g + j`` for each ``g``, and
 two steps of K take four rows each. So the loads are whole chunks, 128 neighbouring bytes of each row in a warp.
 
-Measured through JAX, us a call, against XLA's matmul and ``all_reduce`` (H200 shared by 2 and 4 ranks, BF16, K =
-width / TP, four matrices in turn): at 1 / 16 / 64 rows 38.7 / 49.5 / 69.3 against 33.6 / 35.9 / 48.7 at TP 2 and
-width 7168, 32.8 / 43.0 / 56.5 against 108.2 / 41.6 / 52.9 at width 4096, 41.8 / 64.4 / 76.8 against 33.1 / 42.4 /
-63.1 at TP 4 and 7168. ``w`` is 51 MB at TP 2: 10.7 us at 4.8 TB/s. The grid is what R5 leaves on a shared GPU, 65
-CTAs at TP 2 and 32 at TP 4, one an SM: too few loads in flight.
+Measured through JAX, us a call, against XLA's matmul and ``all_reduce`` (H200 shared by the ranks, BF16, K = width /
+TP, four matrices in turn): at 1 / 16 / 64 rows 38.7 / 49.5 / 69.3 against 33.6 / 35.9 / 48.7 at TP 2 and width 7168,
+32.8 / 43.0 / 56.5 against 108.2 / 41.6 / 52.9 at width 4096, 41.8 / 64.4 / 76.8 against 33.1 / 42.4 / 63.1 at TP 4
+and 7168; at 1 / 16 rows 52.4 / 70.1 against 36.2 / 46.7 at TP 8. ``w`` is 51 MB at TP 2: 10.7 us at 4.8 TB/s. The
+grid is what R5 leaves on a shared GPU, 65 CTAs at TP 2, 32 at TP 4 and 16 at TP 8, one an SM: too few loads in flight.
 """
 
 from __future__ import annotations
