@@ -438,14 +438,18 @@ class _CudaBuffers:
         self.native: Any = None
         self._axes = axes_text(workspace.axis_names)
         _free_unused()
-        self.buffers = symmetric.allocate(
-            groups(workspace.mesh, workspace.axis_names),
-            self._layout.bytes,
-            self._format.sentinel,
-            prepare=self._open,
-            owner=f"workspace {self.id} over {self._axes}",
-            timeout=self._timeout,
-        )
+        try:
+            self.buffers = symmetric.allocate(
+                groups(workspace.mesh, workspace.axis_names),
+                self._layout.bytes,
+                self._format.sentinel,
+                prepare=self._open,
+                owner=f"workspace {self.id} over {self._axes}",
+                timeout=self._timeout,
+            )
+        except BaseException:  # another process may have failed after this one had opened
+            self._forget()
+            raise
         shared = len(self.buffers) > 1 or self.buffers[0].ranks_on_device > 1
         if shared and os.environ.get("CUDA_MODULE_LOADING") != "EAGER":
             logger.warning(
@@ -521,11 +525,15 @@ class _CudaBuffers:
 
     def close(self) -> None:
         """Gives the memory back, now or soon after no compiled program holds it any more."""
-        self.native = None
-        _ffi.close_cuda_workspace(self.id)
+        self._forget()
         with _closing_lock:
             _closing.append((self.id, self.buffers))
         _free_unused()
+
+    def _forget(self) -> None:
+        """Leaves kernels and small buffers to the compiled programs that hold them, if any do."""
+        self.native = None
+        _ffi.close_cuda_workspace(self.id)
 
 
 def _one_arch(devices: Sequence[jax.Device]) -> str:

@@ -32,8 +32,10 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from helpers import cpu_mesh
 
-from jax_twoshot import _launch, symmetric
+import jax_twoshot
+from jax_twoshot import _ffi, _launch, symmetric, workspace
 
 WORD = 0x8000_8000
 SIZE = 1000
@@ -450,6 +452,29 @@ def test_what_else_to_prepare_is_a_step_before_arming(driver):
         symmetric.allocate([[gpu(0), gpu(1)]], SIZE, WORD, refuse)
     assert "cuMemCreate" in fake.calls
     check_nothing_live(fake)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no such GPU"), KeyboardInterrupt()], ids=["error", "ctrl-c"])
+def test_a_workspace_whose_set_up_fails_gives_back_what_it_has_opened(monkeypatch, error):
+    held = set()
+
+    def open_(cuda, buffers):
+        held.add(cuda.id)
+        cuda.native = object()
+
+    def fill(memory, word):
+        assert held, "kernels are there before memory is armed"
+        raise error
+
+    monkeypatch.setattr(workspace._CudaBuffers, "_open", open_)
+    monkeypatch.setattr(_ffi, "close_cuda_workspace", held.remove)
+    monkeypatch.setattr(symmetric._HostMemory, "fill", fill)
+    with (
+        jax_twoshot.Workspace(cpu_mesh(2), "tp", rows=1, width=64) as on_cpu,
+        pytest.raises((symmetric.SymmetricMemoryError, KeyboardInterrupt)),
+    ):
+        workspace._CudaBuffers(on_cpu)
+    assert not held
 
 
 def test_rearming_waits_for_the_gpus_before_it_fills(driver):
