@@ -6,6 +6,7 @@ import ast
 import functools
 import inspect
 import io
+import logging
 import re
 import shlex
 import tomllib
@@ -55,7 +56,17 @@ def test_every_block_is_of_a_kind_that_is_checked(page: Path) -> None:
             assert not re.search(r"^\s*(import|from|pip|python|jax)\b", token.content, re.MULTILINE), token.content
 
 
+@pytest.fixture
+def log_level() -> Iterator[None]:
+    """A page may change it, for itself."""
+    logger = logging.getLogger("jax_twoshot")
+    before = logger.level
+    yield
+    logger.setLevel(before)
+
+
 @each_page
+@pytest.mark.usefixtures("log_level")
 def test_python(page: Path) -> None:
     """The blocks of a page, one after another, as a reader types them. What needs GPUs is checked, not run."""
     names: dict[str, Any] = {"__name__": "__main__"}

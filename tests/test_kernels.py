@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import re
 import subprocess
 import sys
@@ -216,7 +217,7 @@ def test_docstrings_state_the_parameters():
     from jax_twoshot.kernels import all_reduce, launch
 
     own = re.findall(r"^    (\w+) +int(32|64) ", all_reduce.__doc__, re.MULTILINE)
-    trailing = re.findall(r"^      (\w+): Int(32|64)\b", launch.Arguments.__doc__, re.MULTILINE)
+    trailing = re.findall(r"^  (\w+): Int(32|64)\b", inspect.getdoc(launch.Arguments), re.MULTILINE)
     stated = {name: int(bits) // 8 for name, bits in [*own, *trailing]}
     assert list(stated.items()) == list((PARAMETERS | {"peers": 8}).items())
 
