@@ -209,7 +209,7 @@ at TP 2, and at 64 the two were equal (3.5 us); up to 32 at TP 4 (5.80 us agains
 up to 2 at TP 8 (3.09 us against 3.51; at 4 rows 4.11 against 3.96)."""
 ONE_SHOT_NVLINK: Table = ((2, 1 << 20), (4, 1 << 17), (8, 1 << 15))
 """The same for ranks on GPUs of their own. TP 2 is measured (two H200 over NVLink, up to 64 rows of 7168 BF16: two
-shots took 1.18 to 1.57 times as long). The others are reasoned, not tuned: one-shot moves ``(TP - 1) (1 - 2 / TP)``
+shots took 1.13 to 1.51 times as long). The others are reasoned, not tuned: one-shot moves ``(TP - 1) (1 - 2 / TP)``
 times the message more through each GPU's link and saves one hop. With 1 us a hop and 400 GB/s the break-even is at
 270 KB for TP 4 and 76 KB for TP 8, of which half is taken; at TP 2 one-shot moves no more."""
 ONE_SHOT_MULTICAST: Table = ((2, 1 << 20), (4, 1 << 18), (8, 1 << 16))

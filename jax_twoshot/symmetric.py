@@ -894,17 +894,14 @@ class _TorchMemory(_DriverMemory):
         (member,) = self.members
         device = torch.device("cuda", member.device)
         switches = {_ALLOW_OVERLAPPING: overlapping, _DISABLE_MULTICAST: not multicast}
-        with (
-            torch.cuda.device(device),
-            _environment(switches),
-            _private_files(),
-            self._group(step, member) as group,
-        ):
-            # Not symm_mem.empty: its memory pool would share and keep the allocation.
+        with torch.cuda.device(device), self._group(step, member) as group:
             symmetric = _c10d()._SymmetricMemory
-            tensor = symmetric.empty_strided_p2p((self.size,), (1,), torch.uint8, device)
-            self._meet(step)
-            handle = symmetric.rendezvous(tensor, group)
+            with _environment(switches):
+                # Not symm_mem.empty: its memory pool would share and keep the allocation.
+                tensor = symmetric.empty_strided_p2p((self.size,), (1,), torch.uint8, device)
+            self._meet(step)  # perhaps for long: the process's own files and switches stay as they are
+            with _environment(switches), _private_files():
+                handle = symmetric.rendezvous(tensor, group)
         kept = [handle, tensor]
         self.resources.callback(kept.clear)
         peers = tuple(map(int, handle.buffer_ptrs))

@@ -438,6 +438,7 @@ class _CudaBuffers:
         self.native: Any = None
         self._axes = axes_text(workspace.axis_names)
         _free_unused()
+        self.buffers: list[SymmetricBuffer] = []
         try:
             self.buffers = symmetric.allocate(
                 groups(workspace.mesh, workspace.axis_names),
@@ -447,9 +448,18 @@ class _CudaBuffers:
                 owner=f"workspace {self.id} over {self._axes}",
                 timeout=self._timeout,
             )
+            if not self.buffers:
+                raise ValueError(
+                    "Workspace: no device of the mesh belongs to this process; make it on the processes that have one"
+                )
+            self._warn_of_lazy_loading()
+            _ffi.let_ctrl_c_end_waits()
+            _start_watching()
         except BaseException:  # another process may have failed after this one had opened
-            self._forget()
+            self.close()
             raise
+
+    def _warn_of_lazy_loading(self) -> None:
         shared = len(self.buffers) > 1 or self.buffers[0].ranks_on_device > 1
         if shared and os.environ.get("CUDA_MODULE_LOADING") != "EAGER":
             logger.warning(
@@ -457,8 +467,6 @@ class _CudaBuffers:
                 "one can wait for the kernels of its peers, which wait for it. Set CUDA_MODULE_LOADING=EAGER before "
                 "JAX starts"
             )
-        _ffi.let_ctrl_c_end_waits()
-        _start_watching()
 
     def _open(self, buffers: Sequence[SymmetricBuffer]) -> None:
         """Loads the kernels of the formats that share the sentinel, and makes each device's small buffers."""
@@ -501,20 +509,24 @@ class _CudaBuffers:
 
     def failure(self) -> str | None:
         """Why no further call can succeed, or None."""
-        return self.native.failure() if self.native is not None else None
+        native = self.native  # another thread may close
+        return native.failure() if native is not None else None
 
     def rounds_done(self) -> int | None:
         """Rounds finished, replayed ones included; None once the buffers are given back."""
-        return self.native.rounds_done() if self.native is not None else None
+        native = self.native
+        return native.rounds_done() if native is not None else None
 
     def slow_waits(self) -> list[str]:
         """What ranks of this process have been waiting for long for, each wait once."""
-        return self.native.slow_waits() if self.native is not None else []
+        native = self.native
+        return native.slow_waits() if native is not None else []
 
     def end_slow_waits(self) -> None:
         """Ends the waits that `slow_waits` has told of."""
-        if self.native is not None:
-            self.native.end_slow_waits()
+        native = self.native
+        if native is not None:
+            native.end_slow_waits()
 
     def reset(self) -> None:
         from jax_twoshot import symmetric
@@ -525,15 +537,11 @@ class _CudaBuffers:
 
     def close(self) -> None:
         """Gives the memory back, now or soon after no compiled program holds it any more."""
-        self._forget()
+        self.native = None
+        _ffi.close_cuda_workspace(self.id)
         with _closing_lock:
             _closing.append((self.id, self.buffers))
         _free_unused()
-
-    def _forget(self) -> None:
-        """Leaves kernels and small buffers to the compiled programs that hold them, if any do."""
-        self.native = None
-        _ffi.close_cuda_workspace(self.id)
 
 
 def _one_arch(devices: Sequence[jax.Device]) -> str:
@@ -554,7 +562,7 @@ def _capability(device: jax.Device) -> tuple[int, int]:
 
 
 _closing: list[tuple[int, list[SymmetricBuffer]]] = []
-_closing_lock = threading.Lock()
+_closing_lock = threading.RLock()  # a workspace that is collected while it is held closes itself
 
 
 def _free_unused() -> None:
@@ -563,9 +571,12 @@ def _free_unused() -> None:
         unused = [entry for entry in _closing if not _ffi.cuda_workspace_in_use(entry[0])]
         for entry in unused:
             _closing.remove(entry)
-    for _, buffers in unused:
+    for number, buffers in unused:
         for buffer in buffers:
-            buffer.close()
+            try:
+                buffer.close()
+            except RuntimeError as error:
+                logger.warning("workspace %d: memory is not given back: %s", number, error)
 
 
 _watcher: threading.Thread | None = None
@@ -577,19 +588,23 @@ def _start_watching() -> None:
     waits for the GPU, and that frees what compiled programs let go of."""
     global _watcher
     if _watcher is None:
-        _watcher = threading.Thread(target=_watch, name="jax_twoshot-watch", daemon=True)
-        _watcher.start()
+        watcher = threading.Thread(target=_watch, name="jax_twoshot-watch", daemon=True)
+        watcher.start()
+        _watcher = watcher
 
 
 def _watch() -> None:
     interrupts = _ffi.interrupts()
     while True:
         time.sleep(_WATCH_SECONDS)
-        _log_slow_waits()
-        if (now := _ffi.interrupts()) != interrupts:
-            interrupts = now
-            _end_slow_waits()
-        _free_unused()
+        try:
+            _log_slow_waits()
+            if (now := _ffi.interrupts()) != interrupts:
+                interrupts = now
+                _end_slow_waits()
+            _free_unused()
+        except Exception:  # the other workspaces still have to be watched
+            logger.exception("watching the workspaces")
 
 
 def _end_slow_waits() -> None:

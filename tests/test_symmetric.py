@@ -474,7 +474,42 @@ def test_a_workspace_whose_set_up_fails_gives_back_what_it_has_opened(monkeypatc
         pytest.raises((symmetric.SymmetricMemoryError, KeyboardInterrupt)),
     ):
         workspace._CudaBuffers(on_cpu)
-    assert not held
+    assert not held and not workspace._closing
+
+
+def test_memory_that_cannot_be_given_back_keeps_no_other_from_it(monkeypatch, caplog):
+    closed = []
+
+    def refuse():
+        raise RuntimeError("cuMemUnmap: CUDA_ERROR_ILLEGAL_ADDRESS")
+
+    def close():
+        with workspace._closing_lock:  # as a workspace does that the garbage collector finds meanwhile
+            closed.append(True)
+
+    buffers = [types.SimpleNamespace(close=refuse), types.SimpleNamespace(close=close)]
+    monkeypatch.setattr(workspace, "_closing", [(7, buffers), (8, buffers)])
+    monkeypatch.setattr(_ffi, "cuda_workspace_in_use", lambda number: False)
+    with workspace._closing_lock:
+        workspace._free_unused()
+    assert closed == [True, True] and not workspace._closing
+    assert [r.getMessage() for r in caplog.records] == [
+        f"workspace {n}: memory is not given back: cuMemUnmap: CUDA_ERROR_ILLEGAL_ADDRESS" for n in (7, 8)
+    ]
+
+
+def test_the_watcher_goes_on_after_an_error(monkeypatch, caplog):
+    monkeypatch.setattr(workspace, "_WATCH_SECONDS", 0)
+    rounds = iter([RuntimeError("no context"), None, SystemExit()])
+
+    def log_slow_waits():
+        if error := next(rounds):
+            raise error
+
+    monkeypatch.setattr(workspace, "_log_slow_waits", log_slow_waits)
+    with pytest.raises(SystemExit):
+        workspace._watch()
+    assert [r.getMessage() for r in caplog.records] == ["watching the workspaces"]
 
 
 def test_rearming_waits_for_the_gpus_before_it_fills(driver):
