@@ -371,7 +371,7 @@ def _matmul_apart(cell: Cell, all_reduce: MakeAllReduce) -> Contender:
 
 
 def _moe_jax(cell: Cell) -> Contender:
-    workspace = _workspace(cell.mesh, cell.most_rows, cell.width, cell.dtype, generations=3)
+    workspace = _workspace(cell.mesh, cell.most_rows, cell.width, cell.dtype, protocol.GENERATIONS_DEFERRED)
     ours = functools.partial(jax_twoshot.moe_tail, axis_name="tp", eps=fused.EPS, workspace=workspace)
     return JaxRun(cell, fused.moe_call(cell, ours), layer=fused.MOE, bitwise=True)
 
