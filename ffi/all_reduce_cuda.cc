@@ -186,7 +186,13 @@ void CudaWorkspace::Clear() {
   }
 }
 
+void CudaWorkspace::BeginReset() {
+  const std::lock_guard<std::mutex> lock(counting_);  // no EndSlowWaits writes to what Clear clears
+  resetting_ = true;
+}
+
 void CudaWorkspace::EndReset() {
+  const std::lock_guard<std::mutex> lock(counting_);
   for (auto& [ordinal, device] : devices_) {
     std::memset(device.status, 0, sizeof(StatusRecord));
     device.slow = {};
@@ -196,6 +202,7 @@ void CudaWorkspace::EndReset() {
 }
 
 std::vector<std::string> CudaWorkspace::SlowWaits() {
+  const std::lock_guard<std::mutex> lock(counting_);
   std::vector<std::string> texts;
   for (auto& [ordinal, device] : devices_) {
     const StatusRecord status = Read(*device.status);
@@ -227,6 +234,7 @@ uint32_t CudaWorkspace::FinishedRounds(Device& device) {
 
 void CudaWorkspace::EndSlowWaits() {
   const std::lock_guard<std::mutex> lock(counting_);
+  if (resetting_) return;  // its calls have ended
   const CudaDriver& driver = CudaDriver::Get();
   for (auto& [ordinal, device] : devices_) {
     // The count goes on when a round is over: while it stands, the round that was slow still is.
@@ -330,11 +338,14 @@ const KernelOnDevices& CudaWorkspace::Load(const KernelImage& image) {
       }
     }
   } catch (...) {
-    for (auto& [ordinal, kernel] : entry->second) {
-      const DeviceScope scope(ordinal);
-      UnloadKernel(kernel);
+    auto broken = loaded_.extract(entry);  // the next attempt begins anew, whatever becomes of this one's parts
+    for (auto& [ordinal, kernel] : broken.mapped()) {
+      try {
+        const DeviceScope scope(ordinal);
+        UnloadKernel(kernel);
+      } catch (const std::runtime_error&) {  // the first error is the one to tell of
+      }
     }
-    loaded_.erase(entry);
     throw;
   }
   return entry->second;
@@ -355,6 +366,7 @@ std::optional<std::string> CudaWorkspace::Launch(int ordinal, CUstream stream, c
 void CudaWorkspace::Open(std::shared_ptr<CudaWorkspace> workspace) {
   Registry& registry = GetRegistry();
   const std::lock_guard<std::mutex> lock(registry.mutex);
+  std::erase_if(registry.known, [](const auto& entry) { return entry.second.expired(); });
   registry.known[workspace->id()] = workspace;
   registry.open[workspace->id()] = std::move(workspace);
 }

@@ -84,7 +84,7 @@ class CudaWorkspace {
   std::optional<std::string> Failure() const;
   // A reset, in which every process of the mesh does the same: from BeginReset to EndReset each call fails at once;
   // Clear makes the control blocks those of a new workspace, and returns when that is done.
-  void BeginReset() { resetting_ = true; }
+  void BeginReset();
   void Clear();
   void EndReset();
   // Ends the waits that SlowWaits has told of and that still last: as if their deadline had passed.
@@ -150,7 +150,7 @@ class CudaWorkspace {
   std::string interruption_;  // why no further call can succeed, once interrupted_ is set
   std::atomic<bool> interrupted_{false};
   const std::shared_ptr<CallCounts> counts_;
-  std::mutex counting_;
+  std::mutex counting_;  // of what goes through `side`, and of `slow`
   std::map<int, Device> devices_;
   std::mutex loading_;
   std::map<std::pair<std::string, int>, KernelOnDevices> loaded_;  // by code and shared memory

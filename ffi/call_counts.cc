@@ -10,6 +10,7 @@ std::shared_ptr<CallCounts> CallCounts::Of(int64_t workspace) {
   static auto* mutex = new std::mutex;
   static auto* known = new std::map<int64_t, std::weak_ptr<CallCounts>>;
   const std::lock_guard<std::mutex> lock(*mutex);
+  std::erase_if(*known, [](const auto& entry) { return entry.second.expired(); });
   std::weak_ptr<CallCounts>& entry = (*known)[workspace];
   std::shared_ptr<CallCounts> counts = entry.lock();
   if (counts == nullptr) entry = counts = std::make_shared<CallCounts>();

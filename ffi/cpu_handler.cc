@@ -9,6 +9,7 @@
 #include <sstream>
 #include <string>
 #include <string_view>
+#include <system_error>
 #include <utility>
 
 #include "all_reduce_cpu.h"
@@ -136,6 +137,12 @@ class PendingCall {
     if (progress == Progress::kDone && then_) then_();
     return progress;
   }
+  // Ends the call for every rank where it could not go on; the next Failure() says why.
+  void GiveUp(const std::string& reason) {
+    failure_ = MailboxRegistry::Get().Abandon(
+        meeting_, "jax_twoshot over " + caller_.axes + ": rank " + std::to_string(caller_.rank) + " " + reason);
+    if (counts_ != nullptr) counts_->SetFailure(failure_);
+  }
   ffi::Error Failure() const { return ffi::Error(ffi::ErrorCode::kDeadlineExceeded, failure_); }
 
  private:
@@ -214,10 +221,15 @@ ffi::Future Sum(ffi::RunId run, const CallSite& call_site, const Arithmetic* ari
   if (progress != Progress::kBlocked) {
     Finish(std::move(call), progress, promise);
   } else {
-    WaitingThreads::Get().Run([call = std::move(call), promise]() mutable {
-      const Progress last = call->Advance(std::numeric_limits<double>::infinity());
-      Finish(std::move(call), last, promise);
-    });
+    try {
+      WaitingThreads::Get().Run([call, promise]() mutable {
+        const Progress last = call->Advance(std::numeric_limits<double>::infinity());
+        Finish(std::move(call), last, promise);
+      });
+    } catch (const std::system_error& error) {
+      call->GiveUp(std::string("could not wait on a thread of its own: ") + error.what());
+      Finish(std::move(call), Progress::kFailed, promise);
+    }
   }
   return ffi::Future(promise);
 }

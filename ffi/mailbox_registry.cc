@@ -26,8 +26,10 @@ std::shared_ptr<Mailbox> MailboxRegistry::Enter(const Meeting& meeting, const La
                                                 std::string* failure) {
   const std::lock_guard<std::mutex> lock(mutex_);
   Entry& entry = entries_[meeting];
+  ++entry.ranks_come;
   if (!entry.failure.empty()) {
     *failure = entry.failure;
+    if (entry.Over(layout.tp)) entries_.erase(meeting);
     return nullptr;
   }
   if (entry.mailbox == nullptr) {
@@ -52,7 +54,9 @@ void MailboxRegistry::Leave(const Meeting& meeting) {
   Entry& entry = found->second;
   if (--entry.ranks_inside > 0) return;
   if (!entry.failure.empty()) {
-    entry.mailbox.reset();  // not armed, never to be used again; the entry stays, for the ranks that come late
+    const bool over = entry.Over(entry.mailbox->layout().tp);
+    entry.mailbox.reset();  // not armed, never to be used again
+    if (over) entries_.erase(found);
     return;
   }
   Recycle(std::move(entry.mailbox));
@@ -67,6 +71,11 @@ std::string MailboxRegistry::Abandon(const Meeting& meeting, const std::string& 
     if (entry.mailbox != nullptr) entry.mailbox->abandoned.store(true, std::memory_order_release);
   }
   return entry.failure;
+}
+
+size_t MailboxRegistry::meetings() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return entries_.size();
 }
 
 int MailboxRegistry::OtherRuns(int64_t run) {

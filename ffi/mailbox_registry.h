@@ -40,14 +40,20 @@ class MailboxRegistry {
   // fail at once; those that wait leave.
   std::string Abandon(const Meeting& meeting, const std::string& reason);
 
+  // Meetings that are not over; for tests.
+  size_t meetings();
+
   // Runs, other than `run`, with a rank inside a call right now.
   int OtherRuns(int64_t run);
 
  private:
   struct Entry {
     std::shared_ptr<Mailbox> mailbox;
+    int ranks_come = 0;
     int ranks_inside = 0;
     std::string failure;
+    // A failed meeting is kept for the ranks that come late.
+    bool Over(int tp) const { return ranks_inside == 0 && ranks_come == tp; }
   };
   void Recycle(std::shared_ptr<Mailbox> mailbox);
 

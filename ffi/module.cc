@@ -19,6 +19,7 @@
 #include "cute_call.h"
 #include "faults.h"
 #include "interrupts.h"
+#include "mailbox_registry.h"
 #include "protocol.h"
 #include "timeout.h"
 
@@ -134,9 +135,9 @@ NB_MODULE(_extension, module) {
       .def("failure", &jax_twoshot::CudaWorkspace::Failure)
       .def("slow_waits", &jax_twoshot::CudaWorkspace::SlowWaits)
       .def("rounds_done", &jax_twoshot::CudaWorkspace::RoundsDone, nb::call_guard<nb::gil_scoped_release>())
-      .def("begin_reset", &jax_twoshot::CudaWorkspace::BeginReset)
-      .def("clear", &jax_twoshot::CudaWorkspace::Clear)
-      .def("end_reset", &jax_twoshot::CudaWorkspace::EndReset)
+      .def("begin_reset", &jax_twoshot::CudaWorkspace::BeginReset, nb::call_guard<nb::gil_scoped_release>())
+      .def("clear", &jax_twoshot::CudaWorkspace::Clear, nb::call_guard<nb::gil_scoped_release>())
+      .def("end_reset", &jax_twoshot::CudaWorkspace::EndReset, nb::call_guard<nb::gil_scoped_release>())
       .def("end_slow_waits", &jax_twoshot::CudaWorkspace::EndSlowWaits, nb::call_guard<nb::gil_scoped_release>())
       .def("control", &jax_twoshot::CudaWorkspace::Control)
       // For bench.py: the kernels alone, on a stream of the caller's own.
@@ -188,7 +189,9 @@ NB_MODULE(_extension, module) {
     jax_twoshot::CudaWorkspace::Open(workspace);
     return workspace;
   });
+  // Meetings of CPU calls that are not over: for tests, which count what failed ones leave.
+  module.def("cpu_meetings", [] { return jax_twoshot::MailboxRegistry::Get().meetings(); });
   module.def("cuda_handler_calls", &jax_twoshot::CudaHandlerCalls);
-  module.def("close_cuda_workspace", &jax_twoshot::CudaWorkspace::Close);
+  module.def("close_cuda_workspace", &jax_twoshot::CudaWorkspace::Close, nb::call_guard<nb::gil_scoped_release>());
   module.def("cuda_workspace_in_use", &jax_twoshot::CudaWorkspace::InUse);
 }

@@ -12,13 +12,14 @@ WaitingThreads& WaitingThreads::Get() {
 
 void WaitingThreads::Run(std::function<void()> task) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  tasks_.push_back(std::move(task));
-  if (idle_ > 0) {
-    --idle_;
-    ready_.notify_one();
-  } else {
+  // A thread that cannot be started throws: nothing is queued by then.
+  if (idle_ == 0) {
     std::thread([this] { Serve(); }).detach();
+    ++idle_;
   }
+  tasks_.push_back(std::move(task));
+  --idle_;
+  ready_.notify_one();
 }
 
 void WaitingThreads::Serve() {

@@ -14,6 +14,7 @@ class WaitingThreads {
   static WaitingThreads& Get();
 
   // Runs `task` at once, on a thread that runs nothing else meanwhile: tasks may wait for each other.
+  // Throws std::system_error, and runs nothing, when no thread can be started.
   void Run(std::function<void()> task);
 
  private:

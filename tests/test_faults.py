@@ -41,17 +41,19 @@ def planted(kind: str, phase: str = "push", **options: Any) -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def call() -> Any:
+def call() -> Iterator[Any]:
     """One ``all_reduce`` with a short deadline: the parts of ``TP`` ranks to what each of them gets."""
-    return short_call()
+    with short_call() as program:
+        yield program
 
 
-def short_call() -> Any:
+@contextmanager
+def short_call() -> Iterator[Any]:
     mesh = cpu_mesh(TP)
-    workspace = jax_twoshot.Workspace(mesh, "tp", rows=SHAPE[0], width=SHAPE[1], timeout=DEADLINE)
-    program = on_ranks(lambda x: jax_twoshot.all_reduce(x, "tp", workspace=workspace), mesh)
-    jax.block_until_ready(program(parts()))
-    return program
+    with jax_twoshot.Workspace(mesh, "tp", rows=SHAPE[0], width=SHAPE[1], timeout=DEADLINE) as workspace:
+        program = on_ranks(lambda x: jax_twoshot.all_reduce(x, "tp", workspace=workspace), mesh)
+        jax.block_until_ready(program(parts()))
+        yield program
 
 
 def parts(seed: int = 0) -> np.ndarray:
@@ -102,8 +104,10 @@ def test_a_delay_within_the_deadline_changes_nothing(call: Any, phase: str) -> N
 def test_a_rank_that_is_missing_is_named_and_nobody_has_a_number(
     call: Any, kind: str, phase: str, waits_in: str
 ) -> None:
+    meetings = _ffi._extension.cpu_meetings()
     with planted(kind, phase, seconds=1.5 * DEADLINE, owner=1):
         found = outcomes(call(parts()))
+    assert _ffi._extension.cpu_meetings() == meetings  # also where a rank came after the others had given up
     texts = [text for text in found if isinstance(text, str)]
     assert len(texts) == TP or (kind, phase) == ("delay", "reduce"), found
     ((rank, missing, seen),) = {cause for text in texts for cause in blamed(text)}  # all give the first cause
@@ -139,7 +143,11 @@ def test_a_flipped_bit_is_not_noticed_but_all_ranks_still_agree(call: Any) -> No
 
 
 def table() -> None:
-    call = short_call()
+    with short_call() as call:
+        print_outcomes(call)
+
+
+def print_outcomes(call: Any) -> None:
     print(f"{TP} ranks, deadline {DEADLINE} s; rank {FAULTY} misbehaves")
     for kind, phase in (
         *(("delay", phase) for phase in ("push", "reduce", "collect")),

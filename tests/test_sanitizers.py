@@ -39,7 +39,7 @@ MISTAKES = {
 def build(folder: Path, sources: Sequence[Path], flags: Sequence[str]) -> Path:
     program = folder / "program"
     compiler = os.environ.get("CXX", "g++")
-    options = ["-std=c++17", "-ffp-contract=off", "-pthread", f"-I{FFI}", *flags]
+    options = ["-std=c++20", "-ffp-contract=off", "-pthread", f"-I{FFI}", *flags]
     command = [compiler, *options, *map(str, sources), "-o", str(program)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, f"{' '.join(command)}\n{done.stderr}"
