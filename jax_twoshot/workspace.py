@@ -619,7 +619,12 @@ def _end_slow_waits() -> None:
 def _log_slow_waits() -> None:
     for workspace in list(_open.values()):
         if workspace._cuda is not None:
-            for text in workspace._cuda.slow_waits():
+            try:
+                texts = workspace._cuda.slow_waits()
+            except RuntimeError as error:
+                logger.warning("workspace %d: slow waits are not told of: %s", workspace.handle.id, error)
+                continue
+            for text in texts:
                 logger.warning("%s", text)
 
 

@@ -308,6 +308,25 @@ def capture(job: Job) -> dict[str, Any]:
     }
 
 
+def algorithms(job: Job) -> dict[str, Any]:
+    """Which algorithm each round of messages of one round and of several takes, asked for or chosen by itself."""
+    random, tally = np.random.default_rng(12), Tally()
+    want = dict.fromkeys(protocol.ALGORITHMS, 0)
+    with small_workspace(job) as workspace:
+        handle = workspace.handle
+        for asked in ("auto", *protocol.ALGORITHMS):
+            for rows in (1, 16, 200):
+                program = job.program(
+                    lambda x, asked=asked: jax_twoshot.all_reduce(x, "tp", workspace=workspace, algorithm=asked)
+                )
+                given = values(random, job.tp, rows, 2880)
+                tally.add(f"{asked}, {rows} rows", program(job.place(given)), reference.all_reduce(given))
+                chunks = protocol.ceil_div(given[0].nbytes, protocol.CHUNK_BYTES)
+                for taken in protocol.rounds(handle.layout, chunks, asked, handle.gpu.one_shot_bytes):
+                    want[taken.algorithm] += 1
+        return tally.result() | {"counted": workspace.stats().algorithms, "want": want}
+
+
 def profile(job: Job) -> dict[str, Any]:
     """Our launches in a trace of 20 runs of 100 calls, by the kernel's name on the device; nothing is captured anew."""
     given = job.place(values(np.random.default_rng(9), job.tp, *SHAPE))

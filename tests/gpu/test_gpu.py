@@ -142,7 +142,7 @@ def test_no_bit_of_a_fused_layer_is_wrong(fused, check, figure):
 @pytest.fixture(scope="module")
 def lifetime(request, gpu):
     """Each rank's results, with XLA's own flags."""
-    return worker.launch(4, judged(request, ["errors", "capture", "closed", "workspaces"]), timeout=240)
+    return worker.launch(4, judged(request, ["errors", "capture", "algorithms", "closed", "workspaces"]), timeout=240)
 
 
 @judges("capture")
@@ -162,6 +162,14 @@ def test_stats_count_replays_on_the_device(lifetime, figure):
         assert result["rounds"] == result["launches"]
         handled = result["handler_calls"]
         assert result["counted"] == [handled, handled, handled * 3 * 2880 * 2]
+
+
+@judges("algorithms")
+def test_stats_tell_the_algorithms_apart(lifetime, figure):
+    figure(lifetime[0]["algorithms"])
+    for result in (rank["algorithms"] for rank in lifetime):
+        assert (result["calls"], result["wrong"]) == (9, 0), result["first"]
+        assert result["counted"] == result["want"] and all(result["want"].values())
 
 
 @judges("errors")
