@@ -277,15 +277,19 @@ class _Peers:
         _, process, error = min(failed)
         return f"process {process}: {error}"
 
+    def waits_for(self, step: str, folder: str, process: int) -> str:
+        """Who waits for whom in ``step``: for those of whom ``folder`` has no key, else for ``process``."""
+        assert self.store is not None
+        there = self.store.names(folder)
+        missing = [p for p in self.processes if str(p) not in there]
+        who = _processes_text(missing or [process])
+        return f"{self.owner}: process {self.process} waits for {who} in step {step!r}"
+
     def _outcome_of(self, process: int, step: str) -> _Outcome:
         assert self.store is not None
-        who = f"{self.owner}: process {self.process}"
 
         def waits_for() -> str:
-            assert self.store is not None
-            there = self.store.names(step)
-            missing = [p for p in self.processes if str(p) not in there]
-            return f"{who} waits for {_processes_text(missing or [process])} in step {step!r}"
+            return self.waits_for(step, step, process)
 
         try:
             return _Outcome(**json.loads(self.store.get(f"{step}/{process}", waits_for)))
@@ -913,10 +917,11 @@ class _TorchMemory(_DriverMemory):
     def _meet(self, step: str) -> None:
         """Waits until every process has its memory: a rank that then misses the others in torch's rendezvous never
         gives back what it has exported there, a file and the memory itself (torch 2.11)."""
-        self._store.set(f"{step} ready/{self._peers.process}", b"1")
-        waits_for = f"{self._peers.owner}: process {self._peers.process} waits for the others' memory"
+        ready = f"{step} ready"
+        self._store.set(f"{ready}/{self._peers.process}", b"1")
         for process in self._peers.processes:
-            self._store.get(f"{step} ready/{process}", lambda: waits_for, step)
+            waits_for = functools.partial(self._peers.waits_for, step, ready, process)
+            self._store.get(f"{ready}/{process}", waits_for, step)
 
     @contextmanager
     def _group(self, step: str, member: _Member) -> Iterator[str]:
@@ -927,7 +932,7 @@ class _TorchMemory(_DriverMemory):
         """
         c10d = _c10d()
         name = f"{self._store.prefix}{step}/group {member.group}"
-        store = c10d.PrefixStore(f"{step}/group {member.group}", _torch_store(self._store, step))
+        store = c10d.PrefixStore(f"{step}/group {member.group}", _torch_store(self._peers, step))
         group = c10d.ProcessGroup(store, member.rank, member.tp)
         c10d._SymmetricMemory.set_group_info(name, member.rank, member.tp, store)
         c10d._register_process_group(name, group)
@@ -956,18 +961,19 @@ def _require_torch(ordinal: int) -> None:
         raise RuntimeError(f"torch's symmetric memory uses {backend}, it must use CUDA: unset TORCH_SYMMMEM")
 
 
-def _torch_store(store: _KeyValueStore, step: str) -> Any:
+def _torch_store(peers: _Peers, step: str) -> Any:
     """A torch store on top of JAX's. A process that fails ``step`` ends the waits of the others."""
     import torch.distributed
 
-    counted = _Exchanges()
+    assert peers.store is not None
+    store, counted = peers.store, _Exchanges()
+    waits_for = f"{peers.owner}: process {peers.process} waits for its group in torch's rendezvous, step {step!r}"
 
     class JaxStore(torch.distributed.Store):
         def set(self, key: str, value: Any) -> None:  # torch's stub says str, its C++ passes bytes
             store.set(f"torch/{counted.anew(key)}", value)
 
         def get(self, key: str) -> bytes:
-            waits_for = f"symmetric memory: torch waits in step {step!r}"
             return store.get(f"torch/{counted.anew(key)}", lambda: waits_for, step)
 
         def wait(self, keys: Sequence[str], timeout: Any = None) -> None:

@@ -1064,7 +1064,7 @@ def torch_worker() -> None:
     # Beside a default group of the user's own. It is made on both before one may destroy it: Gloo, still connecting,
     # would fail with "Connection closed by peer".
     seconds = datetime.timedelta(seconds=60)
-    default = dist.PrefixStore("default", symmetric._torch_store(store, "default"))
+    default = dist.PrefixStore("default", symmetric._torch_store(peers, "default"))
     make = functools.partial(dist.init_process_group, "gloo", store=default, rank=rank, world_size=2, timeout=seconds)
     peers.require("default", make)
     with memory._group("map again", memory.members[0]) as name:
@@ -1073,14 +1073,14 @@ def torch_worker() -> None:
 
     # Gloo's C++ drives the store as the rendezvous does: set, wait, get.
     gloo = dist.ProcessGroupGloo(
-        dist.PrefixStore("gloo", symmetric._torch_store(store, "sum")), rank, 2, seconds
+        dist.PrefixStore("gloo", symmetric._torch_store(peers, "sum")), rank, 2, seconds
     )
     tensor = torch.tensor([rank + 1.0])
     gloo.allreduce([tensor]).wait()
     result["sum"] = tensor.item()
 
     # Torch's exchanges, whose count is the process's: another one here than there, once a rendezvous has failed.
-    exchanges = dist.PrefixStore("count", symmetric._torch_store(store, "count"))
+    exchanges = dist.PrefixStore("count", symmetric._torch_store(peers, "count"))
     result["exchanged"] = []
     for count in (3 + 4 * rank, 4 + 4 * rank):
         mine, theirs = (f"CUDASymmetricMemory/{count}/{r}" for r in (rank, 1 - rank))
@@ -1092,8 +1092,14 @@ def torch_worker() -> None:
         if rank == 1:
             raise RuntimeError("planned")
         dist.ProcessGroupGloo(
-            dist.PrefixStore("late", symmetric._torch_store(store, "late")), rank, 2, seconds
+            dist.PrefixStore("late", symmetric._torch_store(peers, "late")), rank, 2, seconds
         )
+
+    # In front of a rendezvous, of which process 1 alone is said to have come.
+    if rank == 1:
+        store.set("map ready/1", b"1")
+    store.get("map ready/1", lambda: "")
+    result["waits"] = peers.waits_for("map", "map ready", 0)
 
     try:
         peers.require("late", fail_or_wait)
@@ -1123,6 +1129,7 @@ def test_torch_runs_on_jaxs_key_value_store():
             "default group": False,
             "beside": [2, rank],
             "sum": 3.0,
+            "waits": f"symmetric memory: process {rank} waits for process 0 in step 'map'",
             "exchanged": [f"{1 - rank} of {count}" for count in ((3, 4) if rank else (7, 8))],
             "failure": "symmetric memory: step 'late' failed on process 1: RuntimeError: planned",
         }
