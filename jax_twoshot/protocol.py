@@ -148,7 +148,7 @@ class Layout:
           generations: P.
           one_shot_bytes: what a slot can hold at least, but no more than the capacity. Beyond the two-shot share
             ``capacity_bytes / tp`` each byte of it costs ``2 P TP`` bytes a rank. With `most_one_shot_bytes` and a
-            capacity of 64 x 7168 BF16 a rank has 7.3 MB instead of 3.7 up to TP 4, and 3.7 from TP 8 on.
+            capacity of 64 x 7168 BF16 a rank has 7.3 MB instead of 3.7 at TP 2 and 4, 5.5 at TP 3, 3.7 from TP 5 on.
         """
         slot_bytes = max(ceil_div(capacity_bytes, tp), min(one_shot_bytes, capacity_bytes))
         return cls(tp, ceil_div(slot_bytes, CHUNK_BYTES), generations)

@@ -24,6 +24,7 @@ from sphinx.util.inventory import InventoryFile
 import jax_twoshot
 from jax_twoshot import cutedsl
 from jax_twoshot.cli import _parser
+from jax_twoshot.workspace import _open
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -65,8 +66,17 @@ def log_level() -> Iterator[None]:
     logger.setLevel(before)
 
 
+@pytest.fixture
+def no_workspace_left() -> Iterator[None]:
+    """What a page leaves open would serve the calls of the next one."""
+    before = set(_open)
+    yield
+    for workspace in [workspace for number, workspace in _open.items() if number not in before]:
+        workspace.close()
+
+
 @each_page
-@pytest.mark.usefixtures("log_level")
+@pytest.mark.usefixtures("log_level", "no_workspace_left")
 def test_python(page: Path) -> None:
     """The blocks of a page, one after another, as a reader types them. What needs GPUs is checked, not run."""
     names: dict[str, Any] = {"__name__": "__main__"}

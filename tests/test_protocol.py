@@ -86,7 +86,9 @@ class TestLayout:
         two_shot, needed = Layout.for_capacity(tp, capacity), min(one_shot, capacity)
         assert layout.slot_chunks == max(two_shot.slot_chunks, protocol.ceil_div(needed, CHUNK_BYTES))
 
-    @pytest.mark.parametrize(("tp", "megabytes"), [(2, 7.3), (4, 7.3), (8, 3.7), (16, 3.7)])
+    @pytest.mark.parametrize(
+        ("tp", "megabytes"), [(2, 7.3), (3, 5.5), (4, 7.3), (5, 3.7), (6, 3.7), (8, 3.7), (16, 3.7)]
+    )
     def test_memory_that_the_docstring_states(self, tp: int, megabytes: float) -> None:
         most = protocol.most_one_shot_bytes(tp)
         assert round(Layout.for_capacity(tp, 64 * 14336, one_shot_bytes=most).bytes / 1e6, 1) == megabytes

@@ -49,7 +49,11 @@ def test_counts_each_turn_of_a_loop_and_each_execution() -> None:
 
 @pytest.mark.parametrize("tp", range(1, 9))
 def test_says_which_way_a_message_went(tp: int, caplog: pytest.LogCaptureFixture) -> None:
-    """FP32, within and over the capacity, on every number of ranks: what ran is what is planned, without a warning."""
+    """FP32, within and over the capacity, on every number of ranks: what ran is what is planned, without a warning.
+
+    CPU has the one algorithm, so what this can find out is a wrong count; that the two are told apart, `algorithms` of
+    ``gpu/checks.py`` sees.
+    """
     mesh = cpu_mesh(tp)
     with jax_twoshot.Workspace(mesh, "tp", rows=2, width=64, dtype=np.float32) as workspace:
         chunks = [rows * 64 // 4 for rows in (1, 2, 7)]
