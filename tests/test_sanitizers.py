@@ -32,7 +32,7 @@ FLAGS = {
 MISTAKES = {
     "thread": ("int n; std::thread t([&n] { ++n; }); ++n; t.join();", "data race"),
     "address": ("int* n = new int[3]; std::thread t([n] { n[3] = 1; }); t.join(); delete[] n;", "heap-buffer-overflow"),
-    "undefined": ("int n = 31; std::thread t([&n] { n = 2 << n; }); t.join();", "left shift of 2 by 31 places"),
+    "undefined": ("int n = 2147483647; std::thread t([&n] { ++n; }); t.join();", "signed integer overflow"),
 }
 
 
