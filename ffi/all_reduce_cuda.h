@@ -1,5 +1,5 @@
-// The all-reduce on CUDA devices: what a workspace holds in this process, and the XLA FFI custom call
-// "jax_twoshot_all_reduce" that launches the kernels of jax_twoshot/kernels/all_reduce.py.
+// The all-reduce on CUDA devices: what a workspace holds in this process, and how it launches the kernels of
+// jax_twoshot/kernels/all_reduce.py.
 #ifndef JAX_TWOSHOT_ALL_REDUCE_CUDA_H_
 #define JAX_TWOSHOT_ALL_REDUCE_CUDA_H_
 
@@ -16,7 +16,6 @@
 #include "call_counts.h"
 #include "cuda_driver.h"
 #include "protocol.h"
-#include "xla/ffi/api/ffi.h"
 
 namespace jax_twoshot {
 
@@ -155,23 +154,6 @@ class CudaWorkspace {
   std::mutex loading_;
   std::map<std::pair<std::string, int>, KernelOnDevices> loaded_;  // by code and shared memory
 };
-
-// A custom call of one executable: what keeps its workspace alive.
-struct LaunchSite {
-  static xla::ffi::TypeId id;
-  std::shared_ptr<CudaWorkspace> workspace;
-};
-
-// The open workspace that a program was compiled for, or an error that begins with `what`.
-xla::ffi::ErrorOr<std::shared_ptr<CudaWorkspace>> OpenWorkspace(const std::string& what, int64_t id, int64_t tp,
-                                                                int64_t slot_chunks);
-
-// How often XLA has called a CUDA handler in this process: a launch replayed from a command buffer does not count.
-int64_t CudaHandlerCalls();
-void CountCudaHandlerCall();
-
-XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxTwoshotCudaInstantiate);
-XLA_FFI_DECLARE_HANDLER_SYMBOL(JaxTwoshotCudaExecute);
 
 }  // namespace jax_twoshot
 

@@ -6,6 +6,7 @@
 #include <string_view>
 #include <utility>
 
+#include "cuda_handler.h"
 #include "typed_state.h"
 
 namespace ffi = xla::ffi;

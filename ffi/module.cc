@@ -16,6 +16,7 @@
 #include "all_reduce_cuda.h"
 #include "call_counts.h"
 #include "cpu_handler.h"
+#include "cuda_handler.h"
 #include "cute_call.h"
 #include "faults.h"
 #include "interrupts.h"
@@ -138,7 +139,7 @@ NB_MODULE(_extension, module) {
       .def("begin_reset", &jax_twoshot::CudaWorkspace::BeginReset, nb::call_guard<nb::gil_scoped_release>())
       .def("clear", &jax_twoshot::CudaWorkspace::Clear, nb::call_guard<nb::gil_scoped_release>())
       .def("end_reset", &jax_twoshot::CudaWorkspace::EndReset, nb::call_guard<nb::gil_scoped_release>())
-      .def("end_slow_waits", &jax_twoshot::CudaWorkspace::EndSlowWaits, nb::call_guard<nb::gil_scoped_release>())
+      .def("end_slow_waits", &jax_twoshot::CudaWorkspace::EndSlowWaits)
       .def("control", &jax_twoshot::CudaWorkspace::Control)
       // For bench.py: the kernels alone, on a stream of the caller's own.
       .def(
