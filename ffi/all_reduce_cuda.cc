@@ -157,7 +157,10 @@ std::optional<std::string> CudaWorkspace::Failure() const {
            " is being reset, or was not reset on every process: call reset() on all of them, and make no call before "
            "it returns";
   }
-  if (interrupted_) return interruption_;
+  if (interrupted_) {
+    const std::lock_guard<std::mutex> lock(interruption_mutex_);
+    return interruption_;
+  }
   const Deadline deadline = DeadlineOf(timeout_seconds_);
   for (const auto& [ordinal, device] : devices_) {
     const StatusRecord status = Read(*device.status);
@@ -187,7 +190,8 @@ void CudaWorkspace::BeginReset() {
 void CudaWorkspace::EndReset() {
   const std::lock_guard<std::mutex> lock(counting_);
   for (auto& [ordinal, device] : devices_) {
-    std::memset(device.status, 0, sizeof(StatusRecord));
+    // Only this word, and at once: others may ask for the Failure meanwhile. The next report writes all of them.
+    __atomic_store_n(&device.status->state, 0u, __ATOMIC_RELAXED);
     device.slow = {};
   }
   interrupted_ = false;
@@ -233,6 +237,7 @@ void CudaWorkspace::EndSlowWaits() {
     // The count goes on when a round is over: while it stands, the round that was slow still is.
     if (device.slow.state != kSlow || FinishedRounds(device) != device.slow.calls) continue;
     if (!interrupted_) {
+      const std::lock_guard<std::mutex> interruption_lock(interruption_mutex_);
       interruption_ = Describe(device, device.slow, DeadlineOf(timeout_seconds_).seconds / 10) +
                       "; interrupted by Ctrl-C (SIGINT)" + kUntilReset;
       interrupted_ = true;

@@ -146,6 +146,7 @@ class CudaWorkspace {
   int ranks_on_device_;
   int sm_count_;
   std::atomic<bool> resetting_{false};
+  mutable std::mutex interruption_mutex_;
   std::string interruption_;  // why no further call can succeed, once interrupted_ is set
   std::atomic<bool> interrupted_{false};
   const std::shared_ptr<CallCounts> counts_;

@@ -134,12 +134,12 @@ NB_MODULE(_extension, module) {
   // Open, looked at and closed by jax_twoshot/workspace.py.
   nb::class_<jax_twoshot::CudaWorkspace>(module, "CudaWorkspace")
       .def("failure", &jax_twoshot::CudaWorkspace::Failure)
-      .def("slow_waits", &jax_twoshot::CudaWorkspace::SlowWaits)
+      .def("slow_waits", &jax_twoshot::CudaWorkspace::SlowWaits, nb::call_guard<nb::gil_scoped_release>())
       .def("rounds_done", &jax_twoshot::CudaWorkspace::RoundsDone, nb::call_guard<nb::gil_scoped_release>())
       .def("begin_reset", &jax_twoshot::CudaWorkspace::BeginReset, nb::call_guard<nb::gil_scoped_release>())
       .def("clear", &jax_twoshot::CudaWorkspace::Clear, nb::call_guard<nb::gil_scoped_release>())
       .def("end_reset", &jax_twoshot::CudaWorkspace::EndReset, nb::call_guard<nb::gil_scoped_release>())
-      .def("end_slow_waits", &jax_twoshot::CudaWorkspace::EndSlowWaits)
+      .def("end_slow_waits", &jax_twoshot::CudaWorkspace::EndSlowWaits, nb::call_guard<nb::gil_scoped_release>())
       .def("control", &jax_twoshot::CudaWorkspace::Control)
       // For bench.py: the kernels alone, on a stream of the caller's own.
       .def(
@@ -185,6 +185,7 @@ NB_MODULE(_extension, module) {
       buffers.push_back({ordinal, rank, address, multicast, peers});
     }
     const jax_twoshot::Layout layout{tp, slot_chunks, generations};
+    const nb::gil_scoped_release release;  // the driver waits for kernels, which may wait for what Python starts
     auto workspace = std::make_shared<jax_twoshot::CudaWorkspace>(id, std::move(axes), layout, timeout, one_shot_bytes,
                                                                   ranks_on_device, sm_count, code, buffers);
     jax_twoshot::CudaWorkspace::Open(workspace);

@@ -1,6 +1,6 @@
 // Drives the CPU protocol by one thread a rank, as fast as the ranks let each other, and checks every sum.
 //
-//     driver SECONDS ROUNDS [GENERATIONS]     ends after whichever comes first; both 0: runs for ever
+//     cpu_protocol SECONDS ROUNDS [GENERATIONS]     ends after whichever comes first; both 0: runs for ever
 //
 // Each round is a call of another size and type: sizes walk through empty, partial chunks, and several turns of the
 // buffers; types take turns. A rank's data is its round number, so old data in a new round is seen. Some elements are

@@ -1,0 +1,102 @@
+"""The host side of a workspace on GPUs, against a stand-in for the CUDA driver (``tests/native/libcuda.h``): what it
+leaves when the driver refuses, which threads may use it at once, and that Python goes on while it waits.
+
+By hand, for longer: ``python tests/test_cuda_workspace.py thread calls SECONDS`` (or ``address``).
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+from cpp import FFI, NATIVE, SANITIZERS, build, build_libcuda, run
+from helpers import run_ok
+
+
+def build_program(folder: Path, sanitizer: str) -> Path:
+    flags = SANITIZERS[sanitizer]
+    libcuda = build_libcuda(folder, flags)
+    parts = ("all_reduce_cuda", "call_counts", "cuda_driver", "wait_text")
+    sources = [NATIVE / "cuda_workspace.cc", *(FFI / f"{name}.cc" for name in parts)]
+    return build(folder / "program", sources, [*flags, str(libcuda), "-Wl,-rpath,$ORIGIN", "-ldl"])
+
+
+@pytest.fixture(scope="module", params=SANITIZERS)
+def program(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_program(tmp_path_factory.mktemp(request.param), request.param)
+
+
+def test_any_call_of_the_driver_may_fail(program: Path) -> None:
+    """The driver's text comes, nothing is left, and the next attempt works."""
+    done = run(program, "setup")
+    assert (done.returncode, done.stderr) == (0, ""), f"{done.stdout}\n{done.stderr}"
+    counts = [int(n) for n in re.findall(r"\d+", done.stdout)]
+    assert len(counts) == 3 and min(counts) >= 4, done.stdout
+
+
+def test_calls_beside_threads_that_watch_and_reset(program: Path) -> None:
+    done = run(program, "calls", "3")
+    assert (done.returncode, done.stderr) == (0, ""), f"{done.stdout}\n{done.stderr}"
+    counts = [int(n) for n in re.findall(r"\d+", done.stdout)]
+    assert len(counts) == 5 and min(counts) > 0, done.stdout
+
+
+def test_python_goes_on_while_the_driver_is_waited_for(tmp_path: Path) -> None:
+    """A thread that waits for the driver, or for another one that does, keeps nobody from starting the call that the
+    driver waits for."""
+    names = ["open", "clear", "rounds_done", "begin_reset", "end_reset", "slow_waits", "end_slow_waits", "close"]
+    said = run_ok(
+        """
+        driver = ctypes.CDLL(os.environ["LIBCUDA"], mode=ctypes.RTLD_GLOBAL)
+        opened = []
+
+        def open_workspace():
+            cubins = [("two_shot", "bfloat16", b"code", "symbol", False)]
+            ranks = [(0, 0, 4096, 0, [4096, 8192])]
+            layout = protocol.Layout(2, 64, 2)
+            opened.append(_ffi.open_cuda_workspace(1, "tp", layout, 20.0, 1024, 1, 132, cubins, ranks))
+
+        def close():
+            opened.clear()
+            _ffi.close_cuda_workspace(1)
+
+        def wait_in(symbol, call, then=None):
+            driver.hold(symbol)
+            threads = [threading.Thread(target=call)]
+            threads[0].start()
+            while driver.waiting() != 1:
+                time.sleep(0.01)
+            if then is not None:
+                threads.append(threading.Thread(target=then))
+                threads[1].start()
+                time.sleep(0.1)
+            assert all(thread.is_alive() for thread in threads)
+            driver.hold(None)
+            for thread in threads:
+                thread.join()
+            name = (then or call).__name__
+            print("open" if name == "open_workspace" else name, flush=True)
+
+        wait_in(b"cuCtxSynchronize", open_workspace)
+        wait_in(b"cuCtxSynchronize", opened[0].clear)
+        wait_in(b"cuStreamSynchronize", opened[0].rounds_done)
+        for name in ("begin_reset", "end_reset", "slow_waits", "end_slow_waits"):
+            wait_in(b"cuStreamSynchronize", opened[0].rounds_done, getattr(opened[0], name))
+        wait_in(b"cuMemFree", close)
+        assert driver.held() == 0
+        """,
+        env={"LIBCUDA": str(build_libcuda(tmp_path))},
+        prelude="import ctypes, os, threading, time\nfrom jax_twoshot import _ffi, protocol\n",
+        timeout=60,
+    )
+    assert said.split() == names
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder:
+        result = run(build_program(Path(folder), sys.argv[1]), *sys.argv[2:])
+    print(result.stdout, result.stderr, sep="", end="")
+    sys.exit(result.returncode)
