@@ -24,9 +24,10 @@ def build_program(folder: Path, sanitizer: str) -> Path:
     return build(folder / "program", sources, [*flags, str(libcuda), "-Wl,-rpath,$ORIGIN", "-ldl"])
 
 
-@pytest.fixture(scope="module", params=SANITIZERS)
-def program(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_program(tmp_path_factory.mktemp(request.param), request.param)
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Under ThreadSanitizer, which sees what is used after it was freed as well; the stand-in counts what is left."""
+    return build_program(tmp_path_factory.mktemp("thread"), "thread")
 
 
 def test_any_call_of_the_driver_may_fail(program: Path) -> None:
