@@ -1,10 +1,8 @@
 #include "all_reduce_cuda.h"
 
 #include <algorithm>
-#include <atomic>
 #include <cstring>
 #include <mutex>
-#include <string_view>
 
 #include "timeout.h"
 #include "wait_text.h"
@@ -13,12 +11,6 @@ namespace jax_twoshot {
 
 namespace {
 
-// Mirrors kernels/launch.py: the control block is eight words, all zero in a new workspace.
-constexpr size_t kControlBytes = 32;
-constexpr size_t kControlState = 8;
-constexpr size_t kControlCalls = 12;
-constexpr uint32_t kSlow = 1;
-constexpr uint32_t kFailed = 2;
 constexpr uint32_t kReduce = 1;
 constexpr uint32_t kOversize = 3;  // kernels/launch.py
 constexpr char kUntilReset[] = ". The results since then are NaN, until Workspace.reset() is called on every process";

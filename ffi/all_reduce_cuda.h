@@ -37,9 +37,17 @@ struct RankBuffers {
   std::vector<uint64_t> peers;
 };
 
+// Mirrors kernels/launch.py: the control block is eight words, all zero in a new workspace; byte offsets of those that
+// the host reads or writes, and states.
+inline constexpr size_t kControlBytes = 32;
+inline constexpr size_t kControlState = 8;
+inline constexpr size_t kControlCalls = 12;
+inline constexpr uint32_t kSlow = 1;
+inline constexpr uint32_t kFailed = 2;
+
 // The record that a kernel writes to pinned host memory when a wait is slow or has failed.
 struct StatusRecord {
-  uint32_t state;  // kOk, kSlow, kFailed; written last
+  uint32_t state;  // 0, kSlow, kFailed; written last
   uint32_t phase;  // 1 reduce, 2 collect; 3 no wait, but a message of `chunk` chunks that does not fit
   uint32_t generation;
   uint32_t chunk;  // of the round

@@ -13,10 +13,6 @@ namespace jax_twoshot {
 
 ffi::TypeId LaunchSite::id = {};
 
-namespace {
-std::atomic<int64_t> handler_calls{0};
-}  // namespace
-
 ffi::ErrorOr<std::shared_ptr<CudaWorkspace>> OpenWorkspace(const std::string& what, int64_t id, int64_t tp,
                                                            int64_t slot_chunks) {
   std::shared_ptr<CudaWorkspace> workspace = CudaWorkspace::Find(id);
@@ -29,10 +25,9 @@ ffi::ErrorOr<std::shared_ptr<CudaWorkspace>> OpenWorkspace(const std::string& wh
                                         "order as where it was compiled"));
 }
 
-int64_t CudaHandlerCalls() { return handler_calls.load(std::memory_order_relaxed); }
-void CountCudaHandlerCall() { handler_calls.fetch_add(1, std::memory_order_relaxed); }
-
 namespace {
+
+std::atomic<int64_t> handler_calls{0};
 
 const char* FormatName(ffi::DataType type) {
   switch (type) {
@@ -79,6 +74,9 @@ ffi::Error Execute(CUstream stream, int32_t ordinal, LaunchSite* site, ffi::AnyB
 }
 
 }  // namespace
+
+int64_t CudaHandlerCalls() { return handler_calls.load(std::memory_order_relaxed); }
+void CountCudaHandlerCall() { handler_calls.fetch_add(1, std::memory_order_relaxed); }
 
 JAX_TWOSHOT_DEFINE_STATEFUL_HANDLER(JaxTwoshotCudaInstantiate, LaunchSite, "jax_twoshot_launch_site", Instantiate,
                                     ffi::Ffi::BindInstantiate()

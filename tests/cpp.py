@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Sequence
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 NATIVE = Path(__file__).parent / "native"
@@ -35,3 +37,18 @@ def run(program: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Runs a program; a sanitizer's first report ends it with status 66."""
     options = dict.fromkeys(("TSAN_OPTIONS", "ASAN_OPTIONS", "UBSAN_OPTIONS"), "halt_on_error=1 exitcode=66")
     return subprocess.run([program, *arguments], env={**os.environ, **options}, capture_output=True, text=True)
+
+
+def run_without_report(program: Path, *arguments: str) -> str:
+    """``run`` that must exit with 0 and report nothing; returns its standard output."""
+    done = run(program, *arguments)
+    assert (done.returncode, done.stderr) == (0, ""), f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def run_by_hand(build_program: Callable[[Path, str], Path]) -> None:
+    """A test's own command line: how to build the program, and the program's arguments."""
+    with tempfile.TemporaryDirectory() as folder:
+        done = run(build_program(Path(folder), sys.argv[1]), *sys.argv[2:])
+    print(done.stdout, done.stderr, sep="", end="")
+    sys.exit(done.returncode)

@@ -7,12 +7,10 @@ By hand, for longer: ``python tests/test_cuda_workspace.py thread calls SECONDS`
 from __future__ import annotations
 
 import re
-import sys
-import tempfile
 from pathlib import Path
 
 import pytest
-from cpp import FFI, NATIVE, SANITIZERS, build, build_libcuda, run
+from cpp import FFI, NATIVE, SANITIZERS, build, build_libcuda, run_by_hand, run_without_report
 from helpers import run_ok
 
 
@@ -32,23 +30,21 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_any_call_of_the_driver_may_fail(program: Path) -> None:
     """The driver's text comes, nothing is left, and the next attempt works."""
-    done = run(program, "setup")
-    assert (done.returncode, done.stderr) == (0, ""), f"{done.stdout}\n{done.stderr}"
-    counts = [int(n) for n in re.findall(r"\d+", done.stdout)]
-    assert len(counts) == 3 and min(counts) >= 4, done.stdout
+    said = run_without_report(program, "setup")
+    counts = [int(n) for n in re.findall(r"\d+", said)]
+    assert len(counts) == 3 and min(counts) >= 4, said
 
 
 def test_calls_beside_threads_that_watch_and_reset(program: Path) -> None:
-    done = run(program, "calls", "3")
-    assert (done.returncode, done.stderr) == (0, ""), f"{done.stdout}\n{done.stderr}"
-    counts = [int(n) for n in re.findall(r"\d+", done.stdout)]
-    assert len(counts) == 5 and min(counts) > 0, done.stdout
+    said = run_without_report(program, "calls", "3")
+    counts = [int(n) for n in re.findall(r"\d+", said)]
+    assert len(counts) == 5 and min(counts) > 0, said
 
 
 def test_python_goes_on_while_the_driver_is_waited_for(tmp_path: Path) -> None:
     """A thread that waits for the driver, or for another one that does, keeps nobody from starting the call that the
     driver waits for."""
-    names = ["open", "clear", "rounds_done", "begin_reset", "end_reset", "slow_waits", "end_slow_waits", "close"]
+    behind_another = "begin_reset", "end_reset", "slow_waits", "end_slow_waits"
     said = run_ok(
         """
         driver = ctypes.CDLL(os.environ["LIBCUDA"], mode=ctypes.RTLD_GLOBAL)
@@ -78,8 +74,7 @@ def test_python_goes_on_while_the_driver_is_waited_for(tmp_path: Path) -> None:
             driver.hold(None)
             for thread in threads:
                 thread.join()
-            name = (then or call).__name__
-            print("open" if name == "open_workspace" else name, flush=True)
+            print((then or call).__name__, flush=True)
 
         wait_in(b"cuCtxSynchronize", open_workspace)
         wait_in(b"cuCtxSynchronize", opened[0].clear)
@@ -93,11 +88,8 @@ def test_python_goes_on_while_the_driver_is_waited_for(tmp_path: Path) -> None:
         prelude="import ctypes, os, threading, time\nfrom jax_twoshot import _ffi, protocol\n",
         timeout=60,
     )
-    assert said.split() == names
+    assert said.split() == ["open_workspace", "clear", "rounds_done", *behind_another, "close"]
 
 
 if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as folder:
-        result = run(build_program(Path(folder), sys.argv[1]), *sys.argv[2:])
-    print(result.stdout, result.stderr, sep="", end="")
-    sys.exit(result.returncode)
+    run_by_hand(build_program)

@@ -8,12 +8,10 @@ lost, and a wait reports it.
 from __future__ import annotations
 
 import re
-import sys
-import tempfile
 from pathlib import Path
 
 import pytest
-from cpp import FFI, NATIVE, SANITIZERS, build, run
+from cpp import FFI, NATIVE, SANITIZERS, build, run, run_by_hand, run_without_report
 
 SOURCES = [
     NATIVE / "cpu_protocol.cc",
@@ -27,13 +25,15 @@ MISTAKES = {
 }
 
 
+def build_program(folder: Path, build_as: str) -> Path:
+    return build(folder / "program", SOURCES, FLAGS[build_as])
+
+
 @pytest.mark.parametrize(("build_as", "seconds"), [("thread", "5"), ("address", "2"), ("released", "2")])
 def test_no_report_and_right_sums(build_as: str, seconds: str, tmp_path: Path) -> None:
-    done = run(build(tmp_path / "program", SOURCES, FLAGS[build_as]), seconds, "1000000")
-    assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
-    assert done.stderr == ""
-    rounds = re.fullmatch(r"(\d+) rounds right\n", done.stdout)
-    assert rounds and int(rounds[1]) >= 100, done.stdout
+    said = run_without_report(build_program(tmp_path, build_as), seconds, "1000000")
+    rounds = re.fullmatch(r"(\d+) rounds right\n", said)
+    assert rounds and int(rounds[1]) >= 100, said
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
@@ -47,7 +47,4 @@ def test_sanitizer_is_on(mistake: str, tmp_path: Path) -> None:
 
 
 if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as folder:
-        result = run(build(Path(folder) / "program", SOURCES, FLAGS[sys.argv[1]]), *sys.argv[2:])
-    print(result.stdout, result.stderr, sep="", end="")
-    sys.exit(result.returncode)
+    run_by_hand(build_program)

@@ -1,8 +1,7 @@
 // The host side of a workspace on GPUs, against the stand-in for the driver: two devices of one process.
 //
-//     cuda_workspace setup            each call of the driver fails once: making a workspace, loading a kernel,
-//     resetting cuda_workspace calls SECONDS    calls that are slow and that fail, beside threads that watch, ask, end
-//     and reset
+//     cuda_workspace setup            each call of the driver fails once, whatever is made, loaded or reset
+//     cuda_workspace calls SECONDS    slow and failing calls, beside threads that watch, ask, end waits and reset
 //
 // Build with -fsanitize=thread. Exit code 0 and what was done, or 1 and what was wrong.
 #include <atomic>
@@ -128,10 +127,8 @@ void SetUp() {
 
 using Clock = std::chrono::steady_clock;
 
-// As kernels/launch.py and ffi/all_reduce_cuda.cc have them: places of parameters, words of the control block, states.
-constexpr int kControl = 7, kStatus = 8;
-constexpr int kState = 2, kCalls = 3;
-constexpr uint32_t kSlow = 1, kFailed = 2;
+constexpr int kControl = 7, kStatus = 8;  // places of parameters, as ffi/all_reduce_cuda.cc packs them
+constexpr int kState = kControlState / kWordBytes, kCalls = kControlCalls / kWordBytes;
 
 // What twoshot.report does.
 void Report(uint32_t* control, StatusRecord* status, uint32_t state) {
